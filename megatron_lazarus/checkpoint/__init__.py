@@ -1,0 +1,1 @@
+"""Checkpoints: expert records, manifest, atomic publication."""

@@ -1,0 +1,1 @@
+"""GPT from Megatron Core with MoE layers, its data and its tokenizers."""

@@ -1,0 +1,1 @@
+"""The expert-parallel layer: routing, dispatch, expert records, replica gradients, expert optimizer."""
