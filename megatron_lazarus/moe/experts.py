@@ -1,0 +1,218 @@
+"""The experts of one layer: ordinary registered modules until the engine moves them into records."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lazarus.moe.context import StepContext
+from megatron_lazarus.moe.records import PARAMETER, RecordBuffer, RecordLayout, TensorSpec
+
+
+class _Unregistered:
+    """Holds modules out of nn.Module's sight, so that loops over ``parameters()`` do not meet them."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+
+
+class Experts(nn.Module):
+    """All experts as ``deepspeed_experts.<id>`` (DeepSpeed's name) before ``detach``; this rank's replicas after."""
+
+    def __init__(self, expert: nn.Module | Callable[[int], nn.Module], num_experts: int) -> None:
+        super().__init__()
+        if isinstance(expert, nn.Module):
+            modules: list[nn.Module] = [copy.deepcopy(expert) for _ in range(num_experts)]
+        else:
+            modules = [expert(index) for index in range(num_experts)]
+        self.num_experts = num_experts
+        self.deepspeed_experts = nn.ModuleList(modules)
+        self.context = StepContext()
+        self.max_tokens_per_chunk: int | None = None
+        self.buffer: RecordBuffer | None = None
+        self._detached: _Unregistered | None = None
+        self._template: _Unregistered | None = None
+        self._ids = list(range(num_experts))
+        self._refuse_unsupported(modules[0])
+
+    @staticmethod
+    def _refuse_unsupported(module: nn.Module) -> None:
+        for name, child in module.named_modules():
+            if isinstance(child, _DropoutNd) and child.p > 0:
+                raise ValueError(
+                    f"expert module {name or type(module).__name__!r} has dropout p={child.p}: one expert call mixes "
+                    "micro-batches, so its draws could not be repeated at another world size; set it to 0"
+                )
+        if names := [name for name, _ in module.named_buffers()]:
+            raise ValueError(f"the expert has buffers {names}: records hold parameters and optimizer state only")
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        if len(dtypes) > 1:
+            raise ValueError(f"the expert mixes parameter types {sorted(map(str, dtypes))}; use one")
+
+    # -- life cycle ---------------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Take the modules out of the registry; ``to``, ``train`` and state dicts still reach them through here."""
+        self._detached = _Unregistered(list(self.deepspeed_experts))
+        del self.deepspeed_experts
+
+    def layout(self, option_groups: dict[str, int | None], state_names: tuple[str, ...]) -> RecordLayout:
+        """The record layout of one expert: ``option_groups`` maps its parameters to client optimizer groups."""
+        module = self._modules_here()[0]
+        specs = tuple(
+            TensorSpec(name, tuple(p.shape), option_groups.get(name)) for name, p in module.named_parameters()
+        )
+        return RecordLayout(specs, next(module.parameters()).dtype, state_names)
+
+    def bind(self, buffer: RecordBuffer) -> None:
+        """Make the modules' parameters views of ``buffer``'s rows, one module per slot. Values come from the rows."""
+        if self._detached is None:
+            raise RuntimeError("experts must be detached before they can live in records")
+        if self._template is None:
+            self._template = _Unregistered([copy.deepcopy(self._detached.modules[0]).to("meta")])
+        template = self._template.modules[0]
+        ranges = buffer.layout.ranges()
+        flat = buffer.field(PARAMETER)
+        modules = []
+        for slot in range(len(buffer.experts)):
+            module = _skeleton(template)
+            memo: dict[int, nn.Parameter] = {}
+            for tensor in buffer.layout.tensors:
+                start, end = ranges[tensor.name]
+                owner, leaf = _owner(template, tensor.name)
+                parameter = nn.Parameter(
+                    flat[slot, start:end].view(tensor.shape), requires_grad=tensor.option_group is not None
+                )
+                if parameter.requires_grad:
+                    parameter.grad = buffer.gradients[slot, start:end].view(tensor.shape)
+                memo[id(owner._parameters[leaf])] = parameter
+            _replace(module, template, memo)
+            modules.append(module)
+        self._detached = _Unregistered(modules)
+        self._ids = list(buffer.experts)
+        self.buffer = buffer
+
+    def initial_tensors(self, expert: int) -> dict[str, Tensor]:
+        """Parameters of ``expert`` as the model's constructor left them (only before ``bind``)."""
+        return {name: p.detach() for name, p in self._modules_here()[expert].named_parameters()}
+
+    # -- computation --------------------------------------------------------------------------------------------
+
+    def forward(self, rows: Tensor, tokens_per_expert: list[int]) -> Tensor:
+        """Apply expert e to the next ``tokens_per_expert[e]`` of ``rows`` [N, H]; returns [N, H]."""
+        modules = self._computing_modules()
+        outputs = []
+        for expert, chunk in enumerate(rows.split(tokens_per_expert)):
+            if chunk.shape[0]:
+                outputs.append(self._apply_expert(modules[expert], chunk))
+        if not outputs:
+            # Stays attached to the graph, so that this rank's backward meets the same collectives as the others'.
+            return rows
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _apply_expert(self, module: nn.Module, chunk: Tensor) -> Tensor:
+        limit = self.max_tokens_per_chunk
+        if limit is None or chunk.shape[0] <= limit:
+            return _first(module(chunk))
+        if not torch.is_grad_enabled():
+            return torch.cat([_first(module(part)) for part in chunk.split(limit)])
+        parts: list[Any] = [checkpoint(module, part, use_reentrant=False) for part in chunk.split(limit)]
+        return torch.cat([_first(part) for part in parts])
+
+    def _computing_modules(self) -> dict[int, nn.Module]:
+        modules: dict[int, nn.Module] = {}
+        for expert, module in zip(self._ids, self._modules_here(), strict=True):
+            modules.setdefault(expert, module)
+        return modules
+
+    # -- nn.Module plumbing for modules outside the registry ----------------------------------------------------
+
+    def _modules_here(self) -> list[nn.Module]:
+        return self._detached.modules if self._detached is not None else list(self.deepspeed_experts)
+
+    def local_parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """(expert, name, parameter) of every replica on this rank."""
+        for expert, module in zip(self._ids, self._modules_here(), strict=True):
+            for name, parameter in module.named_parameters():
+                yield expert, name, parameter
+
+    def train(self, mode: bool = True) -> Experts:
+        super().train(mode)
+        if self._detached is not None:
+            for module in self._detached.modules:
+                module.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        super()._apply(fn, recurse)
+        if self.buffer is not None:
+            probe = torch.empty(0, dtype=self.buffer.layout.dtype, device=self.buffer.rows.device)
+            if (moved := fn(probe)).dtype != probe.dtype or moved.device != probe.device:
+                raise RuntimeError(
+                    f"experts live in records of {probe.dtype} on {probe.device}: move or convert the model before "
+                    "megatron_lazarus.initialize"
+                )
+        elif self._detached is not None:
+            for module in self._detached.modules:
+                module._apply(fn)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._detached is not None and self.context.export_experts:
+            for expert, name, parameter in self.local_parameters():
+                destination.setdefault(
+                    f"{prefix}deepspeed_experts.{expert}.{name}", parameter if keep_vars else parameter.detach()
+                )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # Not strict: experts of other ranks are no surprise in a full state dict.
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, False, missing_keys, unexpected_keys, error_msgs
+        )
+        if self._detached is None or not self.context.export_experts:
+            return
+        for expert, name, parameter in self.local_parameters():
+            key = f"{prefix}deepspeed_experts.{expert}.{name}"
+            if key in state_dict:
+                with torch.no_grad():
+                    parameter.copy_(state_dict[key])
+            elif strict:
+                missing_keys.append(key)
+
+
+def _first(output: Any) -> Tensor:
+    # Megatron's MLPs return (output, bias): DeepSpeed's experts ignore the second item too.
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
+
+
+def _skeleton(template: nn.Module) -> nn.Module:
+    """A copy of the module tree whose parameters still are the template's (no memory for weights)."""
+    return copy.deepcopy(template, {id(p): p for p in template.parameters()})
+
+
+def _replace(module: nn.Module, template: nn.Module, parameters: dict[int, nn.Parameter]) -> None:
+    for mine, theirs in zip(module.modules(), template.modules(), strict=True):
+        for leaf, parameter in theirs._parameters.items():
+            if parameter is not None:
+                mine._parameters[leaf] = parameters[id(parameter)]

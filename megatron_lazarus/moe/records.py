@@ -1,0 +1,142 @@
+"""Expert records: all state of one expert of one layer in one aligned row of bytes.
+
+Moving an expert between ranks, snapshotting it, writing it and hashing it are each one contiguous copy of its row.
+A record is placement-free: it means the same in any slot of any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+PARAMETER = "parameter"
+MASTER = "master"
+STEP = "step"
+_FIELD_ALIGNMENT = 64
+_ROW_ALIGNMENT = 256
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter of an expert; ``option_group`` is its group in the client optimizer, None if it is frozen."""
+
+    name: str
+    shape: tuple[int, ...]
+    option_group: int | None = 0
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Where everything of one expert lies in its row.
+
+    ``dtype`` is the parameters' type. Types narrower than float32 get a float32 master copy; optimizer state has
+    the type of what the optimizer updates. Fields follow one another, each aligned to 64 bytes, the row to 256.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    dtype: torch.dtype
+    state_names: tuple[str, ...]
+    offsets: dict[str, int] = field(init=False, compare=False)
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        offsets, end = {}, 0
+        for name in self.field_names:
+            offsets[name] = end = _align(end, _FIELD_ALIGNMENT)
+            end += torch.empty(0, dtype=self.field_dtype(name)).element_size() * (1 if name == STEP else self.numel)
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "nbytes", _align(end, _ROW_ALIGNMENT))
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def has_master(self) -> bool:
+        return self.dtype not in (torch.float32, torch.float64)
+
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """The type the optimizer computes in."""
+        return torch.float32 if self.has_master else self.dtype
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        return (PARAMETER, *((MASTER,) if self.has_master else ()), *self.state_names, STEP)
+
+    def field_dtype(self, name: str) -> torch.dtype:
+        if name == STEP:
+            return torch.float32
+        return self.dtype if name == PARAMETER else self.update_dtype
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """Element range of each tensor within a field."""
+        result, start = {}, 0
+        for tensor in self.tensors:
+            result[tensor.name] = (start, start + tensor.numel)
+            start += tensor.numel
+        return result
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        """(option group, first element, past-the-end element) of maximal runs that one option group owns."""
+        runs: list[tuple[int, int, int]] = []
+        for tensor, (start, end) in zip(self.tensors, self.ranges().values(), strict=True):
+            if tensor.option_group is None:
+                continue
+            if runs and runs[-1][0] == tensor.option_group and runs[-1][2] == start:
+                runs[-1] = (tensor.option_group, runs[-1][1], end)
+            else:
+                runs.append((tensor.option_group, start, end))
+        return runs
+
+
+class RecordBuffer:
+    """The records of one layer on one rank: ``rows[slot]`` is a record, ``experts[slot]`` says whose.
+
+    ``gradients`` [slots, numel] stands beside the rows: gradients are not state and never travel with a record.
+    """
+
+    def __init__(self, layout: RecordLayout, experts: Sequence[int], device: torch.device) -> None:
+        self.layout = layout
+        self.experts = tuple(experts)
+        self.rows = torch.zeros(len(self.experts), layout.nbytes, dtype=torch.uint8, device=device)
+        self.gradients = torch.zeros(len(self.experts), layout.numel, dtype=layout.dtype, device=device)
+
+    def field(self, name: str) -> torch.Tensor:
+        """View of one field of all rows: [slots, numel], for the step count [slots, 1]."""
+        dtype = self.layout.field_dtype(name)
+        count = 1 if name == STEP else self.layout.numel
+        start = self.layout.offsets[name]
+        size = torch.empty(0, dtype=dtype).element_size()
+        return self.rows[:, start : start + count * size].view(dtype)
+
+    def named_tensors(self, slot: int) -> dict[str, torch.Tensor]:
+        """All tensors of the record in ``slot`` as views, named ``<field>/<tensor>``, and ``step`` (one element)."""
+        views: dict[str, torch.Tensor] = {}
+        ranges = self.layout.ranges()
+        for name in self.layout.field_names:
+            flat = self.field(name)[slot]
+            if name == STEP:
+                views[STEP] = flat
+                continue
+            for tensor in self.layout.tensors:
+                start, end = ranges[tensor.name]
+                views[f"{name}/{tensor.name}"] = flat[start:end].view(tensor.shape)
+        return views
+
+    def first_slots(self) -> dict[int, int]:
+        """The slot that computes for each expert held here; further replicas on this rank mirror it."""
+        slots: dict[int, int] = {}
+        for slot, expert in enumerate(self.experts):
+            slots.setdefault(expert, slot)
+        return slots
