@@ -148,7 +148,9 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hidden-size", type=int, required=True)
     group.add_argument("--num-attention-heads", type=int, required=True)
     group.add_argument("--num-query-groups", type=int, help="heads of keys and values; default: all")
-    group.add_argument("--ffn-hidden-size", type=int, help="of dense layers and of each expert; default: 4 x hidden size")
+    group.add_argument(
+        "--ffn-hidden-size", type=int, help="of dense layers and of each expert; default: 4 x hidden size"
+    )
     group.add_argument("--seq-length", type=int, required=True, help="tokens")
     group.add_argument("--max-position-embeddings", type=int, required=True)
     group.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute")

@@ -65,7 +65,9 @@ class SDPACoreAttention(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         context = functional.scaled_dot_product_attention(
-            *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
             attn_mask=None if mask is None else ~mask,
             is_causal=mask is None,
             dropout_p=self.dropout if self.training else 0.0,
@@ -82,17 +84,18 @@ class DeviceRotaryEmbedding(RotaryEmbedding):
     by sequence length only, so a table made on one device would be served on another.
     """
 
+    inv_freq: torch.Tensor
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DeviceRotaryEmbedding:
         super()._apply(fn, recurse)
         # The frequencies follow the device but keep their precision: in bf16 far positions would coincide.
         self.inv_freq = self.inv_freq.to(fn(torch.empty_like(self.inv_freq)).device)
         return self
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> torch.Tensor:
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> torch.Tensor:
         """Return the angles, [max_seq_len, 1, 1, rotary size] in fp32, of positions ``offset`` and up."""
         angles = self.get_freqs_non_repeated(max_seq_len, offset)
-        if self.rotary_interleaved:
-            angles = angles.repeat_interleave(2, dim=-1)
-        else:
-            angles = torch.cat((angles, angles), dim=-1)
+        angles = angles.repeat_interleave(2, dim=-1) if self.rotary_interleaved else torch.cat((angles, angles), dim=-1)
         return angles[:, None, None, :]

@@ -195,11 +195,11 @@ class MicroBatches:
         return range(start, start + self.micro_batch_size)
 
     def micro_batch(self, step: int, m: int) -> Batch:
-        """Return ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [micro-batch size, sequence], on the CPU."""
+        """Return ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), [micro-batch size, sequence], on the CPU."""
         return self._collate(self.sample_numbers(step, m))
 
     def fixed(self, step: int, m: int) -> Batch:
-        """Return the ``m``-th micro-batch from the start whatever the step: for a validation that always sees the same."""
+        """Return the ``m``-th micro-batch from the start, whatever the step, so that every evaluation sees the same."""
         return self._collate(range(m * self.micro_batch_size, (m + 1) * self.micro_batch_size))
 
     def _collate(self, numbers: range) -> Batch:

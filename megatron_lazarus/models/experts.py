@@ -77,7 +77,7 @@ class MoESlot(nn.Module):
         return output, None
 
     def take_aux_loss(self) -> torch.Tensor:
-        """Return the detached auxiliary loss of the last forward, unscaled, once; raises RuntimeError if there is none."""
+        """Return the unscaled auxiliary loss of the last forward, detached, once; raises RuntimeError without one."""
         if self._aux_loss is None:
             raise RuntimeError("take_aux_loss() needs a forward before it")
         aux_loss, self._aux_loss = self._aux_loss, None

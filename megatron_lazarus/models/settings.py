@@ -95,7 +95,10 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--deepspeed_config {args.deepspeed_config}: {error}") from error
         if not isinstance(config, dict):
             raise ValueError(f"--deepspeed_config {args.deepspeed_config} must hold a JSON object")
-    for name, key in (("global_batch_size", "train_batch_size"), ("micro_batch_size", "train_micro_batch_size_per_gpu")):
+    for name, key in (
+        ("global_batch_size", "train_batch_size"),
+        ("micro_batch_size", "train_micro_batch_size_per_gpu"),
+    ):
         value = _agreed(f"--{name.replace('_', '-')}", getattr(args, name), key, config.get(key))
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"--{name.replace('_', '-')} (or {key} in the JSON) is {value}; give a positive integer")
@@ -110,7 +113,9 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     config.setdefault("gradient_clipping", args.clip_grad)
     config.setdefault("steps_per_print", 2**31 - 1)
     if args.tensorboard_dir:
-        config.setdefault("tensorboard", {"enabled": True, "output_path": args.tensorboard_dir, "job_name": "pretrain_gpt"})
+        config.setdefault(
+            "tensorboard", {"enabled": True, "output_path": args.tensorboard_dir, "job_name": "pretrain_gpt"}
+        )
     return config
 
 
