@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lazarus.config import LazarusConfig, batch_sizes, refuse_unsupported, slots_per_rank
 from megatron_lazarus.models.arguments import check_arguments, parse_arguments
 from megatron_lazarus.models.data import Blend, MicroBatches, build_blends, unigram_entropy
 from megatron_lazarus.models.gpt import GPTConfig, PretrainGPT
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_arguments(args)
         config = deepspeed_config(args)
+        _check_sections(config, args.num_experts)
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file)
         blends = build_blends(data_config(args), tokenizer, identity(args.tokenizer_type, tokenizer))
     except ValueError as error:
@@ -191,6 +193,16 @@ class _Job:
 
     def _on_sigterm(self, *_: Any) -> None:
         self._terminated = True
+
+
+def _check_sections(config: dict[str, Any], num_experts: int) -> None:
+    """Raise ConfigError for what ``initialize`` would refuse only after the model, and so a process group, is made."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    section = LazarusConfig.from_json(config.get("lazarus", {}))
+    refuse_unsupported({key: value for key, value in config.items() if key != "lazarus"})
+    batch_sizes(config, world_size)
+    if num_experts > 1:
+        slots_per_rank(section.experts, num_experts, world_size)
 
 
 def _init_distributed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_lazarus.config import load_config
 from megatron_lazarus.models.data import DataConfig, parse_data_path
 from megatron_lazarus.models.gpt import GPTConfig
 
@@ -87,14 +87,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     Where both give a value they must agree. Raises ValueError naming both otherwise, or if the file cannot be read or
     the batch sizes do not fit.
     """
-    config: dict[str, Any] = {}
-    if args.deepspeed_config:
-        try:
-            config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"--deepspeed_config {args.deepspeed_config}: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"--deepspeed_config {args.deepspeed_config} must hold a JSON object")
+    config = load_config(args.deepspeed_config) if args.deepspeed_config else {}
     for name, key in (
         ("global_batch_size", "train_batch_size"),
         ("micro_batch_size", "train_micro_batch_size_per_gpu"),

