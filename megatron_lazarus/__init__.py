@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_lazarus.engine import LazarusEngine
-    from megatron_lazarus.engine import initialize as initialize
+    from megatron_lazarus.initialization import initialize as initialize
     from megatron_lazarus.moe.layer import MoELayer
 
 __version__ = "0.1.0"
 __all__ = ["LazarusEngine", "MoELayer", "__version__", "initialize"]
 
 _HOMES = {
-    "initialize": "megatron_lazarus.engine",
+    "initialize": "megatron_lazarus.initialization",
     "LazarusEngine": "megatron_lazarus.engine",
     "MoELayer": "megatron_lazarus.moe.layer",
 }

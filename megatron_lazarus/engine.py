@@ -1,0 +1,375 @@
+"""LazarusEngine: owns a DeepSpeedEngine, the experts' records and the step protocol.
+
+DeepSpeed keeps the dense part (module, reduction, optimizer, schedule, monitor). What depends on the whole model is
+decided here, once for dense and experts together: gradient norm, clipping, and whether a step is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lazarus.checkpoint.engine import ExpertCheckpoint
+from megatron_lazarus.config import BatchSizes, LazarusConfig
+from megatron_lazarus.guard import LossGuard
+from megatron_lazarus.moe.context import StepContext
+from megatron_lazarus.moe.layer import MoELayer
+from megatron_lazarus.moe.optimizer import ExpertOptimizer
+from megatron_lazarus.moe.records import RecordBuffer
+from megatron_lazarus.moe.replicas import ReplicaGradients
+from megatron_lazarus.planning.batches import micro_batches
+from megatron_lazarus.planning.plan import Plan
+from megatron_lazarus.rng import seed_micro_batch
+
+logger = logging.getLogger(__name__)
+
+MicroBatchFn = Callable[[int, int], Any]
+"""(step, micro-batch number) -> the model's arguments: a mapping, a sequence or one tensor."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One global step. ``loss`` and ``metrics`` are means over the M micro-batches, equal on every rank.
+
+    ``step`` counts from 0; ``skipped`` steps changed nothing but the counters; ``grad_norm`` is before clipping.
+    """
+
+    step: int
+    loss: float
+    metrics: dict[str, float]
+    grad_norm: float
+    skipped: bool
+
+
+class LazarusEngine:
+    """What ``megatron_lazarus.initialize`` returns. Attributes it does not have are those of its DeepSpeedEngine.
+
+    ``train_batch`` drives whole steps from numbered micro-batches, and its result does not depend on the number of
+    ranks. ``forward``/``backward``/``step`` serve loops that the script drives, as with DeepSpeed.
+    """
+
+    def __init__(
+        self,
+        ds_engine: Any,
+        *,
+        layers: Sequence[MoELayer],
+        buffers: Sequence[RecordBuffer],
+        plan: Plan,
+        context: StepContext,
+        sizes: BatchSizes,
+        config: LazarusConfig,
+        gradient_clipping: float,
+        seed: int,
+    ) -> None:
+        self.deepspeed_engine = ds_engine
+        self.plan, self.sizes, self.config, self.seed = plan, sizes, config, seed
+        self.rank, self.world_size = ds_engine.global_rank, plan.world_size
+        self._layers, self._buffers, self._context = layers, buffers, context
+        self._clip = gradient_clipping
+        self._grad_norm: float | None = None
+        self._micro_step = 0
+        self._loss_sum: Tensor | None = None
+        self._memory_logged = False
+        self.guard = LossGuard(config.guard)
+        # Losses are divided by the number of micro-batches, whatever the number of ranks: reduction is a sum.
+        ds_engine.gradient_average = False
+        ds_engine._config.train_batch_size = sizes.global_batch_size
+        ds_engine.tput_timer.batch_size = sizes.global_batch_size
+        if any(p.dtype == torch.float64 for p in ds_engine.module.parameters()):
+            ds_engine.communication_data_type = torch.float64
+        self._dense = [p for p in ds_engine.module.parameters() if p.requires_grad and p.numel()]
+        self._norm_slots: list[Tensor] = []
+        self._bind_plan()
+        self.expert_optimizer = ExpertOptimizer(ds_engine.basic_optimizer, buffers)
+        self.checkpoint = ExpertCheckpoint(ds_engine, layers, buffers, plan, context)
+        self._set_boundary()
+
+    def _bind_plan(self) -> None:
+        """Make layers, gradient exchange and norm follow ``self.plan``."""
+        import numpy as np
+
+        nodes = np.asarray(self.plan.rank_nodes, dtype=np.int64)
+        holders = []
+        self._norm_slots = []
+        for layer, buffer, placement in zip(self._layers, self._buffers, self.plan.layers, strict=True):
+            layer.bind_placement(placement.replica_counts(), self.rank, nodes)
+            holders.append([placement.holders(expert) for expert in range(placement.num_experts)])
+            for expert, slot in buffer.first_slots().items():
+                if holders[-1][expert][0] == self.rank:
+                    # The first holder counts the expert in the norm; all holders have the same gradient.
+                    self._norm_slots.append(buffer.gradients[slot])
+        self._replica_gradients = ReplicaGradients(self._buffers, holders, self.rank, self.world_size)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "deepspeed_engine":
+            raise AttributeError(name)
+        return getattr(self.deepspeed_engine, name)
+
+    # -- whole steps --------------------------------------------------------------------------------------------
+
+    def train_batch(self, micro_batch_fn: MicroBatchFn) -> StepResult:
+        """Run one step on the M micro-batches ``micro_batch_fn(step, 0..M-1)``, of which this rank does its share.
+
+        The model returns its loss, or (loss, metrics). Raises StepRefused where the guard's policy is to stop.
+        """
+        step, total = self.global_steps, self.sizes.micro_batches
+        share = micro_batches(total, self.world_size)[self.rank]
+        rounds = -(-total // self.world_size)
+        self.module.train()
+        self._context.loss_scale = 1.0 / total
+        sums: dict[str, Tensor] = {}
+        for index in range(rounds):
+            # A rank without a micro-batch left forwards any one as a ghost, to take part in every collective.
+            ghost = index >= len(share)
+            number = 0 if ghost else share[index]
+            arguments = micro_batch_fn(step, number)
+            seed_micro_batch(self.seed, step, number)
+            self.deepspeed_engine.set_gradient_accumulation_boundary(index == rounds - 1)
+            self._context.ghost = ghost
+            loss, metrics = self._forward(arguments)
+            self._backward(loss * (0.0 if ghost else 1.0 / total))
+            for name, value in {"loss": loss, **metrics}.items():
+                term = value.detach().double() * (0.0 if ghost else 1.0)
+                sums[name] = sums[name] + term if name in sums else term
+        self._context.ghost = False
+        return self._finish_step(sums, total, f"samples of micro-batches {step * total}..{(step + 1) * total - 1}")
+
+    def eval_batch(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
+        """Mean loss and metrics over ``micro_batch_fn(step, 0..num_micro_batches-1)``, without gradients."""
+        step = self.global_steps
+        share = micro_batches(num_micro_batches, self.world_size)[self.rank]
+        was_training = self.module.training
+        self.module.eval()
+        sums: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for index in range(-(-num_micro_batches // self.world_size)):
+                self._context.ghost = index >= len(share)
+                loss, metrics = self._forward(micro_batch_fn(step, share[index] if index < len(share) else 0))
+                for name, value in {"loss": loss, **metrics}.items():
+                    term = value.detach().double() * (0.0 if self._context.ghost else 1.0)
+                    sums[name] = sums[name] + term if name in sums else term
+        self._context.ghost = False
+        self.module.train(was_training)
+        totals = self._all_reduce([sums[name] for name in sorted(sums)])
+        return {name: value / num_micro_batches for name, value in zip(sorted(sums), totals, strict=True)}
+
+    # -- loops that the script drives ---------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.forward(*inputs, **kwargs)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Forward of the module, as DeepSpeed's."""
+        return self.deepspeed_engine.forward(*inputs, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward of one micro-batch of this rank's ``gradient_accumulation_steps``; returns the scaled loss."""
+        accumulation = self.deepspeed_engine.gradient_accumulation_steps()
+        scale = 1.0 / (self.world_size * (accumulation if scale_wrt_gas else 1))
+        self._context.loss_scale = scale
+        self._backward(loss * scale, retain_graph)
+        term = loss.detach().double()
+        self._loss_sum = term if self._loss_sum is None else self._loss_sum + term
+        return loss / accumulation if scale_wrt_gas else loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Count a micro-step; at the accumulation boundary take the optimizer step, unless it must be skipped."""
+        self._micro_step += 1
+        if self._micro_step % self.deepspeed_engine.gradient_accumulation_steps():
+            self.deepspeed_engine.micro_steps += 1
+            self._set_boundary()
+            return
+        assert self._loss_sum is not None, "step() needs a backward() first"
+        self._finish_step(
+            {"loss": self._loss_sum},
+            self.world_size * self.deepspeed_engine.gradient_accumulation_steps(),
+            "the script's own batches",
+            lr_kwargs,
+        )
+        self._loss_sum = None
+        self._set_boundary()
+
+    def _set_boundary(self) -> None:
+        accumulation = self.deepspeed_engine.gradient_accumulation_steps()
+        self.deepspeed_engine.set_gradient_accumulation_boundary((self._micro_step + 1) % accumulation == 0)
+
+    # -- the step protocol --------------------------------------------------------------------------------------
+
+    def _forward(self, arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        arguments = _to_device(arguments, self.device)
+        if isinstance(arguments, Mapping):
+            output = self.deepspeed_engine.forward(**arguments)
+        elif isinstance(arguments, Sequence):
+            output = self.deepspeed_engine.forward(*arguments)
+        else:
+            output = self.deepspeed_engine.forward(arguments)
+        return output if isinstance(output, tuple) else (output, {})
+
+    def _backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        self._context.phase = "backward"
+        try:
+            self.deepspeed_engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        finally:
+            self._context.phase = "forward"
+
+    def _finish_step(
+        self, sums: dict[str, Tensor], count: int, samples: str, lr_kwargs: Mapping[str, Any] | None = None
+    ) -> StepResult:
+        """Sum replicas' gradients, vote, then commit or skip."""
+        step = self.global_steps
+        self._replica_gradients.reduce()
+        dense = [p.grad for p in self._dense if p.grad is not None]
+        dense_squared, expert_squared = _squared_norm(dense), _squared_norm(self._norm_slots)
+        finite = torch.isfinite(dense_squared) & torch.isfinite(expert_squared)
+        if self.rank != 0:
+            dense_squared = torch.zeros_like(dense_squared)
+        names = sorted(sums)
+        # This all-reduce is the vote: where it completes, the step is decided, alike on every rank.
+        votes = [dense_squared, expert_squared, (~finite).double(), *(sums[name] for name in names)]
+        dense_total, expert_total, nonfinite, *totals = self._all_reduce(votes)
+        means = {name: total / count for name, total in zip(names, totals, strict=True)}
+        loss = means.pop("loss")
+        squared = dense_total + expert_total
+        norm = math.sqrt(squared) if squared >= 0 else math.nan
+        refused = self.guard.refuses(step, loss, norm, nonfinite == 0, samples)
+        if refused is None:
+            self._commit(norm, dense, lr_kwargs)
+        else:
+            if self.rank == 0:
+                logger.warning("%s: skipped", refused)
+            self._skip()
+        self._grad_norm = norm
+        for layer in self._layers:
+            layer.load[:] = 0
+        for buffer in self._buffers:
+            buffer.gradients.zero_()
+        self._log_memory()
+        return StepResult(step=step, loss=loss, metrics=means, grad_norm=norm, skipped=refused is not None)
+
+    def _commit(self, norm: float, dense: list[Tensor], lr_kwargs: Mapping[str, Any] | None) -> None:
+        if self._clip > 0 and norm > self._clip:
+            factor = self._clip / (norm + 1e-6)
+            torch._foreach_mul_(dense, factor)
+            for buffer in self._buffers:
+                buffer.gradients.mul_(factor)
+        # Experts first: DeepSpeed's step ends by advancing the learning rate.
+        self.expert_optimizer.step()
+        for layer in self._layers:
+            layer.gate.update_expert_bias(torch.from_numpy(layer.load))
+        self.deepspeed_engine.step(lr_kwargs)
+
+    def _skip(self) -> None:
+        """What DeepSpeed does at an overflow: counters advance, model, optimizer and schedule do not."""
+        engine = self.deepspeed_engine
+        engine.zero_grad()
+        engine.skipped_steps += 1
+        engine.global_steps += 1
+        engine.global_samples += self.sizes.global_batch_size
+        engine.micro_steps += 1
+        engine._step_applied = False
+
+    def _all_reduce(self, values: Sequence[Tensor]) -> list[float]:
+        vector = torch.stack([value.to(self.device, torch.float64) for value in values])
+        if self.world_size > 1:
+            dist.all_reduce(vector)
+        return vector.tolist()
+
+    def _log_memory(self) -> None:
+        if self._memory_logged or not self._layers or self._layers[0].tokens_in_last_forward == 0:
+            return
+        self._memory_logged = True
+        sizes = [layer.peak_activation_bytes(layer.tokens_in_last_forward) for layer in self._layers]
+        balanced, worst = (sum(size[index] for size in sizes) / 2**20 for index in range(2))
+        if self.rank == 0:
+            logger.info(
+                "expert activations per rank: %.1f MiB with balanced routing, at most %.1f MiB if every token of a "
+                "micro-batch round came to one rank (bound it with lazarus.experts.max_tokens_per_expert_chunk)",
+                balanced,
+                worst,
+            )
+
+    # -- queries and checkpoints --------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        return self.deepspeed_engine.module
+
+    @property
+    def layers(self) -> Sequence[MoELayer]:
+        return self._layers
+
+    @property
+    def buffers(self) -> Sequence[RecordBuffer]:
+        return self._buffers
+
+    def train_batch_size(self) -> int:
+        return self.sizes.global_batch_size
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping, each expert counted once; None before the first step."""
+        return self._grad_norm
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save dense state and every expert record; ``latest`` moves only when all of it is on storage.
+
+        Raises CheckpointError, before anything is written, for a ``client_state`` that could not be loaded safely.
+        """
+        return self.checkpoint.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint written at any world size and placement; (None, None) if there is none.
+
+        Raises CheckpointError, before anything is changed, for a damaged checkpoint or one of another model.
+        """
+        result = self.checkpoint.load(
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        self.expert_optimizer.load_steps()
+        return result
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_device(item, device) for item in value)
+    return value
+
+
+def _squared_norm(tensors: list[Tensor]) -> Tensor:
+    """Sum of squares in float64, as a scalar tensor."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    return torch.stack(norms).square().sum()

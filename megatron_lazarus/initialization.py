@@ -1,0 +1,287 @@
+"""``megatron_lazarus.initialize``: from a model and a DeepSpeed config to a LazarusEngine.
+
+Everything that can be wrong with the configuration is found before a process group is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lazarus.config import (
+    BatchSizes,
+    ConfigError,
+    LazarusConfig,
+    batch_sizes,
+    load_config,
+    refuse_unsupported,
+    slots_per_rank,
+)
+from megatron_lazarus.engine import LazarusEngine
+from megatron_lazarus.moe.context import StepContext
+from megatron_lazarus.moe.layer import MoELayer
+from megatron_lazarus.moe.optimizer import optimizer_kind, record_state_names
+from megatron_lazarus.moe.records import MASTER, PARAMETER, RecordBuffer
+from megatron_lazarus.patches import ALL, apply_all
+from megatron_lazarus.planning.plan import Placement, Plan
+
+logger = logging.getLogger(__name__)
+
+OptionGroups = list[dict[str, int | None]]
+"""For each layer: expert tensor name -> index of its group in the client optimizer."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Mapping[str, Any] | None = None,
+    *,
+    seed: int = 1234,
+    plan: Plan | None = None,
+) -> tuple[LazarusEngine, Any, Any, Any]:
+    """Take ``deepspeed.initialize``'s arguments and return its four values, the engine being a LazarusEngine.
+
+    ``seed`` keys the random numbers of every (step, micro-batch). ``plan`` fixes the placement of experts; by
+    default it is planned from uniform loads. Raises ConfigError or ValueError, before any process group is made, for
+    what cannot work.
+    """
+    if model is None:
+        raise ConfigError("megatron_lazarus.initialize requires a model")
+    args, ds_config = _config_of(args, config if config is not None else config_params)
+    section = LazarusConfig.from_json(ds_config.pop("lazarus", {}))
+    if not section.enabled:
+        raise ConfigError('"lazarus.enabled" is false; call deepspeed.initialize instead')
+    refuse_unsupported(ds_config)
+    _refuse_model_parallelism(model, mpu)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer_kind(optimizer)
+        record_state_names(optimizer)
+    world_size, rank = _expected_world()
+    sizes = batch_sizes(ds_config, world_size)
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    for layer in layers:
+        slots_per_rank(section.experts, layer.num_experts, world_size)
+        if section.experts.max_tokens_per_expert_chunk is not None:
+            layer.experts.max_tokens_per_chunk = section.experts.max_tokens_per_expert_chunk
+
+    import deepspeed
+
+    apply_all(ALL)
+    # A worker killed while it builds this extension leaves a lock that every later start would wait for.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        from deepspeed.accelerator import get_accelerator
+
+        deepspeed.init_distributed(get_accelerator().communication_backend_name(), distributed_port=distributed_port)
+    optimizer, model_parameters, option_groups = _take_experts_out(layers, optimizer, model_parameters)
+    ds_engine, ds_optimizer, dataloader, scheduler = deepspeed.initialize(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=_deepspeed_config(ds_config, sizes, world_size),
+        mesh_param=mesh_param,
+    )
+    context = StepContext()
+    plan = plan or _static_plan(layers, section, _rank_nodes(world_size))
+    _check_plan(plan, layers, world_size)
+    state_names = record_state_names(ds_engine.basic_optimizer)
+    buffers = []
+    for layer, groups, placement in zip(layers, option_groups, plan.layers, strict=True):
+        layer.bind_context(context)
+        buffers.append(_into_records(layer, groups, state_names, placement, rank, ds_engine.device))
+    engine = LazarusEngine(
+        ds_engine,
+        layers=layers,
+        buffers=buffers,
+        plan=plan,
+        context=context,
+        sizes=sizes,
+        config=section,
+        gradient_clipping=float(ds_config.get("gradient_clipping", 0.0)),
+        seed=seed,
+    )
+    return engine, ds_optimizer, dataloader, scheduler
+
+
+def _config_of(args: Any, config: Any) -> tuple[Any, dict[str, Any]]:
+    """The DeepSpeed config as a dict, and the arguments without the path it may have come from."""
+    from_args = getattr(args, "deepspeed_config", None)
+    if config is not None and from_args is not None:
+        raise ConfigError(f"config is given twice: as an argument, and as --deepspeed_config {from_args}")
+    if config is None and from_args is None:
+        raise ConfigError("megatron_lazarus.initialize needs config=... or args.deepspeed_config")
+    if from_args is not None:
+        args = copy.copy(args)
+        args.deepspeed_config = None
+    return args, load_config(config if config is not None else from_args)
+
+
+def _deepspeed_config(config: dict[str, Any], sizes: BatchSizes, world_size: int) -> dict[str, Any]:
+    """What DeepSpeed's engine gets: its batch arithmetic holds for this world, clipping is done outside of it."""
+    inner = {key: value for key, value in config.items() if key != "train_batch_size"}
+    inner["train_micro_batch_size_per_gpu"] = sizes.micro_batch_size
+    inner["gradient_accumulation_steps"] = -(-sizes.micro_batches // world_size)
+    inner["gradient_clipping"] = 0.0
+    return inner
+
+
+def _refuse_model_parallelism(model: nn.Module, mpu: Any) -> None:
+    if type(model).__name__ == "PipelineModule":
+        raise ConfigError("model is a PipelineModule; pipeline parallelism is not supported")
+    for name in ("tensor_model_parallel", "model_parallel", "pipeline_model_parallel", "pipe_parallel"):
+        size = getattr(mpu, f"get_{name}_world_size", None)
+        if size is not None and size() > 1:
+            raise ConfigError(f"mpu reports a {name} size of {size()}; only 1 is supported")
+
+
+def _expected_world() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+
+def _take_experts_out(layers: list[MoELayer], optimizer: Any, model_parameters: Any) -> tuple[Any, Any, OptionGroups]:
+    """Detach the experts from their layers and from the optimizer's groups, remembering whose options they had.
+
+    A group that held nothing but experts keeps an empty parameter, so that it, its learning rate and the schedulers
+    that act on it stay.
+    """
+    home = {
+        id(parameter): (index, name)
+        for index, layer in enumerate(layers)
+        for _, name, parameter in layer.experts.local_parameters()
+    }
+    frozen = {id(p) for layer in layers for _, _, p in layer.experts.local_parameters() if not p.requires_grad}
+    options: OptionGroups = [{} for _ in layers]
+
+    def without_experts(parameters: Iterable[nn.Parameter], group: int) -> list[nn.Parameter]:
+        kept = []
+        for parameter in parameters:
+            if id(parameter) not in home:
+                kept.append(parameter)
+            elif id(parameter) not in frozen:
+                layer, name = home[id(parameter)]
+                if options[layer].setdefault(name, group) != group:
+                    raise ConfigError(
+                        f"experts of MoE layer {layer} have their {name!r} in optimizer groups "
+                        f"{options[layer][name]} and {group}; all experts of a layer need the same options"
+                    )
+        return kept or [nn.Parameter(torch.empty(0))]
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = without_experts(group["params"], index)
+        for parameter in [p for p in optimizer.state if id(p) in home]:
+            del optimizer.state[parameter]
+    elif model_parameters is not None:
+        entries = list(model_parameters)
+        if entries and isinstance(entries[0], dict):
+            model_parameters = [
+                {**entry, "params": without_experts(list(entry["params"]), index)}
+                for index, entry in enumerate(entries)
+            ]
+        else:
+            model_parameters = without_experts(entries, 0)
+    else:
+        for index, layer in enumerate(layers):
+            for _, name, parameter in layer.experts.local_parameters():
+                if parameter.requires_grad:
+                    options[index][name] = 0
+    for layer in layers:
+        layer.experts.detach()
+    return optimizer, model_parameters, options
+
+
+def _rank_nodes(world_size: int) -> tuple[int, ...]:
+    """Node number of each rank, in order of first appearance; a node is a host, or what LAZARUS_NODE names."""
+    label = os.environ.get("LAZARUS_NODE") or socket.gethostname()
+    labels: list[Any] = [label]
+    if world_size > 1:
+        labels = [None] * world_size
+        dist.all_gather_object(labels, label)
+    order = list(dict.fromkeys(labels))
+    return tuple(order.index(entry) for entry in labels)
+
+
+def _static_plan(layers: list[MoELayer], config: LazarusConfig, rank_nodes: tuple[int, ...]) -> Plan:
+    """Deal replicas out in rounds, so that neighbours in a round sit on different ranks."""
+    world = len(rank_nodes)
+    placements = []
+    for layer in layers:
+        slots = slots_per_rank(config.experts, layer.num_experts, world)
+        rows: list[list[int]] = [[] for _ in range(world)]
+        for index in range(max(layer.num_experts, min(slots * world, layer.num_experts * world))):
+            expert, turn = index % layer.num_experts, index // layer.num_experts
+            for shift in range(world):
+                rank = (expert + turn + shift) % world
+                if len(rows[rank]) < slots and expert not in rows[rank]:
+                    rows[rank].append(expert)
+                    break
+        placements.append(Placement(layer.num_experts, tuple(map(tuple, rows))))
+    return Plan(tuple(placements), rank_nodes)
+
+
+def _check_plan(plan: Plan, layers: list[MoELayer], world_size: int) -> None:
+    if len(plan.layers) != len(layers) or plan.world_size != world_size:
+        raise ConfigError(
+            f"plan is for {len(plan.layers)} MoE layers on {plan.world_size} ranks; the model has {len(layers)} on "
+            f"{world_size}"
+        )
+    for index, (placement, layer) in enumerate(zip(plan.layers, layers, strict=True)):
+        if placement.num_experts != layer.num_experts:
+            raise ConfigError(
+                f"plan.layers[{index}] is for {placement.num_experts} experts; the layer has {layer.num_experts}"
+            )
+
+
+def _into_records(
+    layer: MoELayer,
+    options: dict[str, int | None],
+    state_names: tuple[str, ...],
+    placement: Placement,
+    rank: int,
+    device: torch.device,
+) -> RecordBuffer:
+    """Move the layer's experts into records; each expert's initial values are those of one rank."""
+    layout = layer.experts.layout(options, state_names)
+    buffer = RecordBuffer(layout, placement.slots[rank], torch.device(device))
+    parameters = buffer.field(PARAMETER)
+    for expert in range(layer.num_experts):
+        # Ranks that seeded alike hold the same values anyway; else this is where DeepSpeed would have built it.
+        source = expert * placement.world_size // layer.num_experts
+        tensors = layer.experts.initial_tensors(expert)
+        flat = torch.cat([tensors[spec.name].reshape(-1) for spec in layout.tensors]).to(device)
+        if placement.world_size > 1:
+            dist.broadcast(flat, src=source)
+        for slot, held in enumerate(buffer.experts):
+            if held == expert:
+                parameters[slot] = flat
+    if layout.has_master:
+        buffer.field(MASTER).copy_(parameters)
+    layer.experts.bind(buffer)
+    return buffer
