@@ -162,21 +162,33 @@ class Pool:
         for worker in self.workers:
             worker.output.clear()
             worker.stacks.clear()
-        for worker in self.workers:
-            worker.send(("call", self.generation, timeout * GROUP_LIMIT_SHARE, sys.path, payload))
+        reusable = False
+        try:
+            for worker in self.workers:
+                worker.send(("call", self.generation, timeout * GROUP_LIMIT_SHARE, sys.path, payload))
+            results, failures = self._collect(deadline)
+            reusable = not any(failure.kind in ("died", "timeout") for failure in failures)
+        finally:
+            # Also after ctrl-C, or a result that cannot be unpickled here: answers nobody reads would follow.
+            if reusable:
+                self._start_reset()
+            else:
+                self.close()
+        if failures:
+            name = getattr(function, "__qualname__", str(function))
+            raise WorkersFailed(f"{name} on {self.world_size} workers, limit {timeout:g} s", failures)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _collect(self, deadline: float) -> tuple[dict[int, Any], list[Failure]]:
+        """The results by rank, and why there is none of the other ranks."""
         results: dict[int, Any] = {}
         failures: list[Failure] = []
         waiting = list(self.workers)
-        dead = False
-        while waiting and not dead:
-            heard = self._wait(waiting, deadline)
-            if not heard:
-                break
+        while waiting and (heard := self._wait(waiting, deadline)):
             for worker in heard:
                 waiting.remove(worker)
                 message = worker.receive()
                 if message is None:
-                    dead = True
                     failures.append(Failure(worker.rank, time.monotonic(), "died", worker.describe_death()))
                 elif message[0] == "returned":
                     results[worker.rank] = pickle.loads(message[1])
@@ -185,18 +197,13 @@ class Pool:
                     failures.append(Failure(worker.rank, when, kind, f"{text}{worker.tail()}"))
             if failures:
                 deadline = min(deadline, failures[0].when + GRACE_S)
-        if waiting:
-            failures.extend(self._dump_stacks(waiting))
-        if waiting or dead:
-            self.close()
-        else:
-            self._ready_limit = RESET_LIMIT_S
-            for worker in self.workers:
-                worker.send(("reset",))
-        if failures:
-            name = getattr(function, "__qualname__", str(function))
-            raise WorkersFailed(f"{name} on {self.world_size} workers, limit {timeout:g} s", failures)
-        return [results[rank] for rank in range(self.world_size)]
+        return results, failures + self._dump_stacks(waiting)
+
+    def _start_reset(self) -> None:
+        # Only now that every rank has finished: one that closed its sockets earlier would fail the others' collectives.
+        self._ready_limit = RESET_LIMIT_S
+        for worker in self.workers:
+            worker.send(("reset",))
 
     def close(self) -> None:
         """Kill the workers and what they started."""

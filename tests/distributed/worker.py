@@ -63,17 +63,18 @@ def leave_world() -> None:
         from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
         unset_num_microbatches_calculator()
-    if distributed.is_initialized():
-        import deepspeed.comm
-        from deepspeed.utils import groups
+    import deepspeed.comm
+    from deepspeed.utils import groups
 
+    if distributed.is_initialized():
         deepspeed.comm.destroy_process_group()
-        # DeepSpeed empties them itself only since 0.19.8.
-        groups._EXPERT_PARALLEL_GROUP.clear()
-        groups._EXPERT_PARALLEL_GROUP_RANKS.clear()
-        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS.clear()
-        groups._WORLD_GROUP = None
+    # DeepSpeed empties them itself only since 0.19.8, and not when a test has closed the world through torch.
+    groups._EXPERT_PARALLEL_GROUP.clear()
+    groups._EXPERT_PARALLEL_GROUP_RANKS.clear()
+    groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS.clear()
+    groups._WORLD_GROUP = None
+    groups.mpu = None
 
 
 def reset(environment: dict[str, str]) -> None:
