@@ -67,8 +67,7 @@ class Plan:
         return {
             "rank_nodes": list(self.rank_nodes),
             "layers": [
-                {"num_experts": layer.num_experts, "slots": [list(row) for row in layer.slots]}
-                for layer in self.layers
+                {"num_experts": layer.num_experts, "slots": [list(row) for row in layer.slots]} for layer in self.layers
             ],
         }
 

@@ -1,0 +1,101 @@
+"""Dealing replicas into slots: round-robin, level by level, and with a promised number of distinct nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_lazarus.planning.checks import FloatArray, IntArray
+
+
+def deal(items: IntArray, slots: IntArray) -> list[IntArray]:
+    """Items in order, one to each bin in turn while it has free slots; returns each bin's items.
+
+    Equal items that stand together go to different bins as long as enough bins have room. With equal ``slots`` and
+    items in descending order of load, the loads of any two bins differ by at most that of one item.
+    """
+    bins = np.repeat(np.arange(len(slots)), slots)
+    level = np.arange(len(bins)) - np.repeat(np.cumsum(slots) - slots, slots)
+    owner = bins[np.argsort(level, kind="stable")][: len(items)]
+    order = np.argsort(owner, kind="stable")
+    return np.split(items[order], np.cumsum(np.bincount(owner, minlength=len(slots)))[:-1])
+
+
+def spread(replicas: IntArray, slots: IntArray, promised: IntArray, load: FloatArray) -> IntArray:
+    """Balanced spread, counts of shape [experts, nodes]: every expert on as many distinct nodes as it can have.
+
+    ``replicas`` and ``promised`` [experts], ``slots`` [nodes], ``load`` [experts] in tokens per replica.
+    Each expert is on at least ``promised`` distinct nodes whenever any placement can do that.
+    """
+    experts, nodes = len(replicas), len(slots)
+    counts = np.zeros((experts, nodes), dtype=np.int64)
+    if (slots == slots[0]).all():
+        items = np.repeat(*_heaviest_first(replicas, load))
+        np.add.at(counts, (items, np.arange(len(items)) % nodes), 1)
+        return counts
+    # Gale-Ryser's construction: largest promise first, each to the nodes with most room.
+    room = slots.copy()
+    for expert in np.argsort(-promised, kind="stable"):
+        chosen = np.argsort(-room, kind="stable")[: promised[expert]]
+        counts[expert, chosen] = 1
+        room[chosen] -= 1
+    return fill(counts, replicas, slots, load)
+
+
+def fill(core: IntArray, replicas: IntArray, slots: IntArray, load: FloatArray) -> IntArray:
+    """``core`` plus the replicas it lacks, in vacant slots: heavy ones to the least loaded nodes, apart if possible.
+
+    Shapes as in ``spread``; ``core`` is [experts, nodes] and at most ``replicas`` and ``slots`` in its sums.
+    """
+    counts = core.copy()
+    items = np.repeat(*_heaviest_first(replicas - core.sum(axis=1), load))
+    vacant = slots - core.sum(axis=0)
+    node_load = load @ core
+    used = 0
+    while used < len(items):
+        # One level: a slot of every node with the most room, so that large nodes are not left for the end.
+        nodes = np.flatnonzero(vacant == vacant.max())
+        nodes = nodes[np.argsort(node_load[nodes], kind="stable")]
+        level = items[used : used + len(nodes)]
+        nodes = nodes[: len(level)]
+        np.add.at(counts, (level, nodes), 1)
+        node_load[nodes] += load[level]
+        vacant[nodes] -= 1
+        used += len(level)
+    return _part_twins(counts, counts - core, -(-replicas // len(slots)))
+
+
+def keep_promises(core: IntArray, promised: IntArray, replicas: IntArray, slots: IntArray) -> IntArray:
+    """``core`` with replicas added on the emptiest nodes for experts below their promised distinct nodes.
+
+    An expert stays below its promise if the vacant slots do not allow it. Shapes as in ``spread``.
+    """
+    counts = core.copy()
+    room = slots - counts.sum(axis=0)
+    for expert in np.flatnonzero((core > 0).sum(axis=1) < promised):
+        lacking = int(promised[expert] - (core[expert] > 0).sum())
+        nodes = np.argsort(np.where(core[expert] > 0, 0, -room), kind="stable")[:lacking]
+        nodes = nodes[(room[nodes] > 0) & (core[expert, nodes] == 0)]
+        counts[expert, nodes] += 1
+        room[nodes] -= 1
+    return counts
+
+
+def _heaviest_first(replicas: IntArray, load: FloatArray) -> tuple[IntArray, IntArray]:
+    order = np.argsort(-load, kind="stable")
+    return order, replicas[order]
+
+
+def _part_twins(counts: IntArray, movable: IntArray, usual: IntArray) -> IntArray:
+    """Exchange replicas above an expert's ``usual`` number a node against movable ones elsewhere, where both profit."""
+    for expert, node in np.argwhere((counts > usual[:, None]) & (movable > 0)):
+        while counts[expert, node] > usual[expert] and movable[expert, node] > 0:
+            partners = (movable > 0) & (counts[expert] == 0)[None, :] & (counts[:, node] == 0)[:, None]
+            if not partners.any():
+                break
+            other, place = np.unravel_index(int(np.argmax(partners)), partners.shape)
+            for table in (counts, movable):
+                table[expert, node] -= 1
+                table[expert, place] += 1
+                table[other, place] -= 1
+                table[other, node] += 1
+    return counts

@@ -1,0 +1,93 @@
+"""Counting losses of nodes on bit sets: which of the 2^n sets of lost nodes kill an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from megatron_lazarus.planning.checks import FloatArray
+
+COUNTABLE_NODES = 20
+
+
+class LossSpace:
+    """All 2^n sets of lost nodes, as the bits of one integer: bit L stands for the set whose members are L's bits.
+
+    A family of sets is an int of 2^n bits, so "killed by any of these experts" is a bitwise or, and counting it by the
+    number of lost nodes is a bitwise and with a constant. A set of nodes is an int of n bits.
+    """
+
+    def __init__(self, nodes: int, weights: Sequence[float] | None = None) -> None:
+        """``weights`` (one a node): odds that the node is among the lost, for ``loss``; equal if None."""
+        self.nodes = nodes
+        self._containing = [self._sets_containing(node) for node in range(nodes)]
+        self._everything = (1 << (1 << nodes)) - 1
+        self._supersets: dict[int, int] = {0: self._everything}
+        sizes = np.zeros(1, dtype=np.int64)
+        odds = np.ones(1)
+        for node in range(nodes):
+            sizes = np.concatenate([sizes, sizes + 1])
+            odds = np.concatenate([odds, odds * (1.0 if weights is None else weights[node])])
+        self._of_size = [_as_family(sizes == size) for size in range(nodes + 1)]
+        self._sizes = sizes
+        self._odds: FloatArray | None = None if weights is None else odds
+
+    def _sets_containing(self, node: int) -> int:
+        half = 1 << node
+        block = ((1 << half) - 1) << half
+        repeats = 1 << (self.nodes - node - 1)
+        return block * (((1 << (2 * half * repeats)) - 1) // ((1 << (2 * half)) - 1))
+
+    def supersets(self, node_set: int) -> int:
+        """Family of the losses that contain ``node_set``: those that kill an expert held by these nodes alone."""
+        family = self._supersets.get(node_set)
+        if family is None:
+            low = node_set & -node_set
+            family = self.supersets(node_set ^ low) & self._containing[low.bit_length() - 1]
+            self._supersets[node_set] = family
+        return family
+
+    def killed(self, node_sets: Iterable[int]) -> int:
+        """Family of the losses that kill any of the experts held by these node sets."""
+        family = 0
+        for node_set in set(node_sets):
+            family |= self.supersets(node_set)
+        return family
+
+    def counts(self, family: int) -> tuple[int, ...]:
+        """Members of the family with 0, 1, …, n lost nodes."""
+        return tuple((family & layer).bit_count() for layer in self._of_size)
+
+    def loss(self, family: int) -> tuple[float, ...]:
+        """What placements are compared by, lexicographically: weight of the killed losses of 0, 1, …, n nodes.
+
+        Rounded to 12 digits, so that equal placements compare equal whatever order their weights were summed in.
+        """
+        if self._odds is None:
+            return self.counts(family)
+        return tuple(float(f"{weight:.12g}") for weight in self.weights_by_size(family))
+
+    def weights_by_size(self, family: int) -> FloatArray:
+        """Sum over the family's members of the product of their nodes' weights, by number of lost nodes, shape [n+1]."""
+        length = 1 << self.nodes
+        raw = np.frombuffer(family.to_bytes(max(1, length // 8), "little"), dtype=np.uint8)
+        members = np.unpackbits(raw, bitorder="little")[:length].astype(bool)
+        odds = np.ones(length) if self._odds is None else self._odds
+        return np.bincount(self._sizes[members], weights=odds[members], minlength=self.nodes + 1)
+
+
+@lru_cache(maxsize=8)
+def loss_space(nodes: int, weights: tuple[float, ...] | None = None) -> LossSpace:
+    """The shared LossSpace of these nodes (its tables are worth keeping between calls)."""
+    return LossSpace(nodes, weights)
+
+
+def _as_family(members: np.ndarray) -> int:
+    return int.from_bytes(np.packbits(members, bitorder="little").tobytes(), "little")
+
+
+def node_masks(held: np.ndarray) -> list[int]:
+    """The node set of every expert as an int, from a truth table [experts, nodes]."""
+    return [sum(1 << int(node) for node in np.flatnonzero(row)) for row in held]

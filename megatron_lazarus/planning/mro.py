@@ -1,0 +1,79 @@
+"""Maximum Rank Overlap (Lazarus, arXiv 2407.04656, section 4.1 and appendix A.2), and what to do where it truncates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_lazarus.planning.checks import IntArray
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Consecutive experts in ascending order of replicas, each group with nodes of its own.
+
+    ``experts[i]`` of them are in group i; every one of its ``nodes[i]`` nodes holds them all. ``truncated``: the nodes
+    ran out, so that the last group has fewer nodes than its first expert has replicas, or there are more groups than
+    nodes.
+    """
+
+    experts: tuple[int, ...]
+    nodes: tuple[int, ...]
+    truncated: bool
+
+
+def paper_groups(ascending: IntArray, slots: IntArray) -> Groups:
+    """MRO's groups for replica counts in ascending order and node slots in descending order.
+
+    With equal slots this is the paper's rule. With unequal ones a group is as large as its smallest node allows.
+    """
+    experts, nodes = [], []
+    first, used = 0, 0
+    truncated = False
+    while first < len(ascending) and used < len(slots):
+        size = min(int(ascending[first]), len(slots) - used)
+        truncated |= size < min(int(ascending[first]), len(slots))
+        members = min(int(slots[used + size - 1]), len(ascending) - first)
+        experts.append(members)
+        nodes.append(size)
+        first += members
+        used += size
+    return Groups(tuple(experts), tuple(nodes), truncated or first < len(ascending))
+
+
+def level_groups(ascending: IntArray, nodes: int, members: tuple[int, ...]) -> Groups:
+    """At most ``nodes`` groups of the given sizes, on as many nodes each as fit: the largest give way first."""
+    first = np.cumsum((0, *members))[:-1]
+    wanted = np.minimum(ascending[first], nodes)
+    level = int(wanted.max())
+    while int(np.minimum(wanted, level).sum()) > nodes:
+        level -= 1
+    sizes = np.minimum(wanted, level)
+    for group in np.flatnonzero(wanted > level)[::-1]:
+        if sizes.sum() < nodes:
+            sizes[group] += 1
+    return Groups(members, tuple(int(size) for size in sizes), False)
+
+
+def group_nodes(groups: Groups, order: IntArray, shared: tuple[int, ...]) -> list[IntArray]:
+    """The nodes of each group, taken from ``order``.
+
+    ``shared[i]`` of group i's nodes, the first ones of the order, are the same whatever the size of the groups, so that
+    layers whose groups are at least that large lean on the same nodes.
+    """
+    common = int(np.sum(shared))
+    starts = np.split(order[:common], np.cumsum(shared)[:-1])
+    extra = np.array(groups.nodes) - np.array(shared)
+    further = np.split(order[common:], np.cumsum(extra))
+    return [np.concatenate(pair) for pair in zip(starts, further[:-1], strict=True)]
+
+
+def core(groups: Groups, starts: list[IntArray], nodes: int) -> IntArray:
+    """Counts [experts in ascending order, nodes] with only the groups' own replicas, group i on ``starts[i]``."""
+    counts = np.zeros((sum(groups.experts), nodes), dtype=np.int64)
+    first = 0
+    for members, places in zip(groups.experts, starts, strict=True):
+        counts[first : first + members, places] = 1
+        first += members
+    return counts

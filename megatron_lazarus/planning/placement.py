@@ -1,0 +1,167 @@
+"""Which expert goes to which node: the most losses survived first, even load second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lazarus.planning.checks import FloatArray, IntArray, enough_slots, integer, node_weights, slot_counts
+from megatron_lazarus.planning.dealing import fill, keep_promises, spread
+from megatron_lazarus.planning.local_search import search
+from megatron_lazarus.planning.losses import loss_space, node_masks
+from megatron_lazarus.planning.mro import Groups, core, group_nodes, level_groups, paper_groups
+
+SEARCHED_NODES = 12
+_SPLITS = 64
+
+
+def place_replicas(
+    replicas: npt.ArrayLike,
+    slots: int | Sequence[int],
+    min_replicas: int,
+    *,
+    nodes: int | None = None,
+    loads: npt.ArrayLike | None = None,
+    weights: Sequence[float] | None = None,
+) -> IntArray:
+    """Replicas of each expert on each node for one layer, shape [experts, nodes].
+
+    ``replicas`` [experts] as from ``allocate_replicas``; ``slots`` per node, one number (then ``nodes`` says how many)
+    or one for each node; ``loads`` [experts] in tokens, for the balance (default: in proportion to the replicas);
+    ``weights`` [nodes] are the odds with which nodes fail (default: equal).
+
+    Every expert is on at least min(min_replicas, its replicas, nodes) distinct nodes.
+    Maximum Rank Overlap (Lazarus, appendix A.2) where it is proved: equal slots and weights, no truncated group.
+    Else the best of levelled groups, balanced spread and, up to SEARCHED_NODES nodes, local search. Best means: the
+    fewest killed losses of one node, then of two, and so on; on more nodes, the fewest smallest node sets of an expert.
+
+    Raises ValueError if the slots do not hold the replicas, an expert has none, or no placement keeps the minimum.
+    """
+    wanted = np.array([integer(f"replicas[{index}]", count, 1) for index, count in enumerate(np.asarray(replicas))])
+    if np.ndim(slots):
+        nodes = len(slots) if nodes is None else nodes  # type: ignore[arg-type]
+    node_slots = slot_counts("slots", slots, integer("nodes", nodes, 1), "node")
+    min_replicas = integer("min_replicas", min_replicas, 1, len(node_slots))
+    enough_slots("slots", int(node_slots.sum()), int(wanted.sum()))
+    load = np.ones(len(wanted)) if loads is None else np.asarray(loads, dtype=np.float64) / wanted
+    odds = None if weights is None else node_weights("weights", weights)
+    return NodePlacer(node_slots, min_replicas, odds).place(wanted, load)
+
+
+class NodePlacer:
+    """Places the layers of one model on the same nodes; layers with the same replica counts share the search."""
+
+    def __init__(self, slots: IntArray, min_replicas: int, weights: FloatArray | None = None) -> None:
+        """``slots`` and ``weights`` (None: equal), shape [nodes]."""
+        self.slots = slots
+        self.min_replicas = min_replicas
+        self.weights = None if weights is None or (weights == weights[0]).all() else weights
+        # MRO's nodes: large ones first, among equals the reliable ones first.
+        keys = (np.zeros(len(slots)) if self.weights is None else self.weights, -slots)
+        self.node_order = np.lexsort(keys)
+        self.uniform = bool((slots == slots[0]).all()) and self.weights is None
+        self._known: dict[tuple[int, ...], IntArray] = {}
+
+    def promised(self, replicas: IntArray) -> IntArray:
+        """Distinct nodes that each expert must have."""
+        return np.minimum(replicas, min(self.min_replicas, len(self.slots)))
+
+    def place(self, replicas: IntArray, load: FloatArray) -> IntArray:
+        """Counts [experts, nodes] for ``replicas`` [experts] that carry ``load`` [experts] tokens each."""
+        return self.place_layers(replicas[None], load[None])[0]
+
+    def place_layers(self, replicas: IntArray, load: FloatArray) -> list[IntArray]:
+        """Counts [experts, nodes] of every layer, for ``replicas`` and ``load`` of shape [layers, experts].
+
+        Layers are aligned: they lean on the same nodes as far as they can, because the model needs every layer.
+        """
+        order = np.lexsort((load, replicas))
+        ascending = np.take_along_axis(replicas, order, axis=1)
+        load = np.take_along_axis(load, order, axis=1)
+        groups = [paper_groups(row, self.slots[self.node_order]) for row in ascending]
+        proved = [self.uniform and not group.truncated for group in groups]
+        sizes = [group.nodes for group, whole in zip(groups, proved, strict=True) if whole]
+        shared = tuple(np.min(sizes, axis=0).tolist()) if sizes else ()
+        result = []
+        for layer, row in enumerate(ascending):
+            counts = self._grouped(groups[layer], row, load[layer], shared) if proved[layer] else None
+            if counts is None:
+                counts = self._searched(row, load[layer])
+            placed = np.empty_like(counts)
+            placed[order[layer]] = counts
+            result.append(placed)
+        return result
+
+    def _grouped(
+        self, groups: Groups, ascending: IntArray, load: FloatArray, shared: tuple[int, ...]
+    ) -> IntArray | None:
+        """The groups' placement, vacant slots filled; None if an expert does not get its promised distinct nodes."""
+        counts = core(groups, group_nodes(groups, self.node_order, shared), len(self.slots))
+        counts = keep_promises(counts, self.promised(ascending), ascending, self.slots)
+        if (counts.sum(axis=1) > ascending).any():
+            return None
+        counts = fill(counts, ascending, self.slots, load)
+        return counts if ((counts > 0).sum(axis=1) >= self.promised(ascending)).all() else None
+
+    def _searched(self, ascending: IntArray, load: FloatArray) -> IntArray:
+        key = tuple(ascending.tolist())
+        if key not in self._known:
+            self._known[key] = self._search(ascending, load)
+        return self._known[key]
+
+    def _search(self, ascending: IntArray, load: FloatArray) -> IntArray:
+        promised = self.promised(ascending)
+        starts = list(self._candidates(ascending, load))
+        if not starts:
+            raise ValueError(
+                f"replicas are {ascending.tolist()}; on nodes with {self.slots.tolist()} slots no placement has each of "
+                f"them on {self.min_replicas} distinct nodes"
+            )
+        if len(self.slots) <= SEARCHED_NODES:
+            space = loss_space(len(self.slots), None if self.weights is None else tuple(self.weights.tolist()))
+            ranked = sorted(starts, key=lambda counts: space.loss(space.killed(node_masks(counts > 0))))
+            return search(ranked[:3], promised, space, 30)
+        return min(starts, key=_smallest_sets)
+
+    def _candidates(self, ascending: IntArray, load: FloatArray) -> Iterator[IntArray]:
+        """Placements that keep the promises, by different rules."""
+        promised = self.promised(ascending)
+        counts = spread(ascending, self.slots, promised, load)
+        if ((counts > 0).sum(axis=1) >= promised).all():
+            yield counts
+        options = {paper_groups(ascending, self.slots[self.node_order])}
+        options |= {
+            level_groups(ascending, len(self.slots), members)
+            for members in _compositions(len(ascending), int(self.slots.min()))
+            if len(members) <= len(self.slots)
+        }
+        for groups in sorted(options, key=lambda groups: (groups.experts, groups.nodes)):
+            if sum(groups.experts) == len(ascending):
+                grouped = self._grouped(groups, ascending, load, groups.nodes)
+                if grouped is not None:
+                    yield grouped
+
+
+def _compositions(experts: int, capacity: int) -> Iterator[tuple[int, ...]]:
+    """Sizes of as few groups as hold all experts, and of one more: every split while there are few, else two."""
+    fewest = -(-experts // capacity)
+    for groups in (fewest, fewest + 1):
+        if groups <= experts and comb(experts - 1, groups - 1) <= _SPLITS:
+            for cuts in combinations(range(1, experts), groups - 1):
+                sizes = tuple(np.diff((0, *cuts, experts)).tolist())
+                if max(sizes) <= capacity:
+                    yield sizes
+    yield tuple(experts // fewest + (group < experts % fewest) for group in range(fewest))
+    yield (experts - capacity * (fewest - 1),) + (capacity,) * (fewest - 1)
+
+
+def _smallest_sets(counts: IntArray) -> tuple[tuple[int, int], ...]:
+    """Distinct node sets of the experts by size, as (size, -number): compares like the first losses that kill."""
+    sets = np.unique(np.packbits(counts > 0, axis=1), axis=0)
+    sizes, numbers = np.unique(np.bitwise_count(sets).sum(axis=1), return_counts=True)
+    # An absent size is better than a present one, so larger sizes first means comparing sizes negated.
+    return tuple((-int(size), int(number)) for size, number in zip(sizes, numbers, strict=True))
