@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_lazarus.planning.checks import IntArray, enough_slots, integer, slot_counts, token_loads
+from megatron_lazarus.planning.checks import FloatArray, IntArray, enough_slots, integer, slot_counts, token_loads
 
 
 def allocate_replicas(
@@ -27,8 +27,8 @@ def allocate_replicas(
 
     * No expert gets more replicas than there are ranks: a second replica on one rank protects and balances nothing.
       What this frees goes to the other experts by the same rule, and stays empty only if all of them are at the bound.
-    * Where the slots cannot hold ``min_replicas`` of every expert on distinct nodes, every expert gets one replica and
-      the most loaded experts keep the minimum (see ``guaranteed_replicas``), where the paper drops the minimum.
+    * Where the slots cannot hold ``min_replicas`` of every expert on distinct nodes, the most loaded experts keep the
+      minimum and the others get what ``guaranteed_replicas`` leaves, at least one. The paper drops the minimum there.
 
     Raises ValueError for negative or non-finite loads, fewer slots than experts, and ``min_replicas`` outside 1..nodes.
     """
@@ -38,15 +38,16 @@ def allocate_replicas(
     ranks = nodes if ranks is None else integer("ranks", ranks, nodes)
     table = np.atleast_2d(array)
     experts = table.shape[1]
-    minimum = guaranteed_replicas(experts, node_slots, min_replicas)[::-1]
+    promised = guaranteed_replicas(experts, node_slots, min_replicas)[::-1]
 
     order = np.argsort(table, axis=1, kind="stable")
-    ascending = np.take_along_axis(table, order, axis=1)
-    ascending[ascending[:, -1] == 0] = 1
-    # A power of two keeps whole numbers exact, and no product below can overflow.
-    ascending = np.ldexp(ascending, -np.frexp(ascending[:, -1:])[1])
-
-    counts = _shares(ascending, int(node_slots.sum()), minimum, ranks)
+    if promised[0] < min_replicas:
+        counts = np.broadcast_to(promised, table.shape)
+    else:
+        ascending = np.take_along_axis(table, order, axis=1)
+        # A power of two keeps whole numbers exact, and no product in the shares can overflow.
+        ascending = np.ldexp(ascending, -np.frexp(ascending[:, -1:])[1])
+        counts = _shares(ascending, int(node_slots.sum()), min_replicas, ranks)
     result = np.empty_like(counts)
     np.put_along_axis(result, order, counts, axis=1)
     return result.reshape(array.shape)
@@ -76,22 +77,22 @@ def guaranteed_replicas(experts: int, node_slots: IntArray, min_replicas: int) -
     return promised
 
 
-def _shares(ascending: npt.NDArray[np.float64], slots: int, minimum: IntArray, most: int) -> IntArray:
-    """Eq. 1 for each row of loads in ascending order, no entry above ``most``."""
+def _shares(ascending: FloatArray, slots: int, least: int, most: int) -> IntArray:
+    """Eq. 1 for each row of loads in ascending order, every entry within [least, most]; slots >= least * experts."""
     layers, experts = ascending.shape
     position = np.arange(experts)
     counts = np.full((layers, experts), most, dtype=np.int64)
     below = np.full(layers, experts)
-    promised = np.cumsum(minimum)
     while True:
         loads = np.where(position < below[:, None], ascending, 0.0)
+        idle = loads.max(axis=1) == 0
+        loads[idle] = position < below[idle, None]
         tails = np.cumsum(loads[:, ::-1], axis=1)[:, ::-1]
         left = slots - most * (experts - below)
-        for expert in range(int(below.max(initial=0))):
+        for expert in range(int(below.max())):
             live = expert < below
             share = np.floor(loads[:, expert] * left / np.where(live, tails[:, expert], 1.0)).astype(np.int64)
-            share = np.where(expert == below - 1, left, np.maximum(share, minimum[expert]))
-            share = np.minimum(share, left - (promised[below - 1] - promised[expert]))
+            share = np.where(expert == below - 1, left, np.maximum(share, least))
             counts[:, expert] = np.where(live, share, counts[:, expert])
             left = np.where(live, left - share, left)
         over = (counts > most).sum(axis=1)

@@ -40,9 +40,7 @@ def token_loads(loads: npt.ArrayLike, dimensions: tuple[int, ...] = (1, 2)) -> F
     """``loads`` as float64 of one of the given numbers of dimensions. Raises ValueError if negative or not finite."""
     array = np.asarray(loads, dtype=np.float64)
     if array.ndim not in dimensions or array.size == 0:
-        raise ValueError(
-            f"loads has shape {array.shape}; it must be [experts] or [layers, experts], with no side empty"
-        )
+        raise ValueError(f"loads has shape {array.shape}; it must be [layers, experts] or [experts], not empty")
     illegal = ~(np.isfinite(array) & (array >= 0))
     if illegal.any():
         where = tuple(int(index) for index in np.argwhere(illegal)[0])

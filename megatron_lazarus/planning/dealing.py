@@ -24,7 +24,7 @@ def spread(replicas: IntArray, slots: IntArray, promised: IntArray, load: FloatA
     """Balanced spread, counts of shape [experts, nodes]: every expert on as many distinct nodes as it can have.
 
     ``replicas`` and ``promised`` [experts], ``slots`` [nodes], ``load`` [experts] in tokens per replica.
-    Each expert is on at least ``promised`` distinct nodes whenever any placement can do that.
+    Each expert is on at least ``promised`` distinct nodes if there is a placement that can do that.
     """
     experts, nodes = len(replicas), len(slots)
     counts = np.zeros((experts, nodes), dtype=np.int64)
@@ -36,6 +36,7 @@ def spread(replicas: IntArray, slots: IntArray, promised: IntArray, load: FloatA
     room = slots.copy()
     for expert in np.argsort(-promised, kind="stable"):
         chosen = np.argsort(-room, kind="stable")[: promised[expert]]
+        chosen = chosen[room[chosen] > 0]
         counts[expert, chosen] = 1
         room[chosen] -= 1
     return fill(counts, replicas, slots, load)

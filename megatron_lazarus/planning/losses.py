@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_lazarus.planning.checks import FloatArray
 
@@ -70,12 +71,13 @@ class LossSpace:
         return tuple(float(f"{weight:.12g}") for weight in self.weights_by_size(family))
 
     def weights_by_size(self, family: int) -> FloatArray:
-        """Sum over the family's members of the product of their nodes' weights, by number of lost nodes, shape [n+1]."""
+        """Sum over the family's members of their nodes' product of weights, by number of lost nodes, shape [n+1]."""
         length = 1 << self.nodes
         raw = np.frombuffer(family.to_bytes(max(1, length // 8), "little"), dtype=np.uint8)
         members = np.unpackbits(raw, bitorder="little")[:length].astype(bool)
         odds = np.ones(length) if self._odds is None else self._odds
-        return np.bincount(self._sizes[members], weights=odds[members], minlength=self.nodes + 1)
+        sums = np.bincount(self._sizes[members], weights=odds[members], minlength=self.nodes + 1)
+        return sums.astype(np.float64)
 
 
 @lru_cache(maxsize=8)
@@ -84,10 +86,10 @@ def loss_space(nodes: int, weights: tuple[float, ...] | None = None) -> LossSpac
     return LossSpace(nodes, weights)
 
 
-def _as_family(members: np.ndarray) -> int:
+def _as_family(members: npt.NDArray[np.bool_]) -> int:
     return int.from_bytes(np.packbits(members, bitorder="little").tobytes(), "little")
 
 
-def node_masks(held: np.ndarray) -> list[int]:
+def node_masks(held: npt.NDArray[np.bool_]) -> list[int]:
     """The node set of every expert as an int, from a truth table [experts, nodes]."""
     return [sum(1 << int(node) for node in np.flatnonzero(row)) for row in held]

@@ -118,8 +118,8 @@ class NodePlacer:
         starts = list(self._candidates(ascending, load))
         if not starts:
             raise ValueError(
-                f"replicas are {ascending.tolist()}; on nodes with {self.slots.tolist()} slots no placement has each of "
-                f"them on {self.min_replicas} distinct nodes"
+                f"replicas are {ascending.tolist()}; nodes with {self.slots.tolist()} slots cannot hold each expert on "
+                f"min(its replicas, {self.min_replicas}) distinct nodes"
             )
         if len(self.slots) <= SEARCHED_NODES:
             space = loss_space(len(self.slots), None if self.weights is None else tuple(self.weights.tolist()))
