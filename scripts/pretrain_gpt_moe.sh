@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# What the pretrain_gpt_*.sh scripts have in common; they set the sizes and source this file.
+# Every upper-case variable can be set from the environment.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+: "${NAME:?run one of the pretrain_gpt_*.sh scripts instead}"
+: "${DS_CONFIG:=configs/ds_config_gpt_${NAME}.json}"
+: "${NUM_GPUS:=8}" "${HOSTFILE:=}" "${MASTER_PORT:=29500}"
+
+: "${NUM_LAYERS:=12}" "${HIDDEN_SIZE:=768}" "${NUM_ATTN_HEADS:=12}" "${SEQ_LEN:=2048}"
+: "${POSITION_EMBEDDING:=learned_absolute}" "${DROPOUT:=0.1}"
+: "${EP_SIZE:=8}" "${TOPK:=1}" "${EXPERT_INTERVAL:=2}" "${MLP_TYPE:=standard}" "${MLC:=0.01}"
+: "${MOE_DROP_TOKEN:=true}" "${MOE_TRAIN_CAP_FACTOR:=1.0}" "${MOE_EVAL_CAP_FACTOR:=1.0}" "${MOE_MIN_CAP:=4}"
+
+: "${TRAIN_ITERS:=100000}" "${LR:=4.5e-4}" "${MIN_LR:=4.5e-6}" "${LR_DECAY_STYLE:=cosine}"
+: "${WARMUP_ITERS:=$((TRAIN_ITERS / 100))}" "${WEIGHT_DECAY:=0.1}" "${ADAM_BETA2:=0.95}" "${SEED:=1234}"
+: "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=1000}" "${EVAL_ITERS:=10}" "${SAVE_INTERVAL:=1000}"
+: "${ACTIVATION_CHECKPOINT:=true}"
+
+: "${DATA_PATH:?set DATA_PATH to the prefix of a data set written by scripts/preprocess_data.py}"
+: "${TOKENIZER_TYPE:=GPT2BPETokenizer}" "${TOKENIZER_MODEL:=}" "${VOCAB_FILE:=}" "${MERGE_FILE:=}" "${SPLIT:=949,50,1}"
+: "${OUTPUT:=output/${NAME}}" "${CHECKPOINT_PATH:=${OUTPUT}/checkpoint}" "${TENSORBOARD_DIR:=}"
+
+LAUNCH=(deepspeed --num_gpus "${NUM_GPUS}" --master_port "${MASTER_PORT}")
+if [[ -n "${HOSTFILE}" ]]; then
+    LAUNCH=(deepspeed --hostfile "${HOSTFILE}" --master_port "${MASTER_PORT}")
+fi
+
+OPTIONS=(
+    --num-layers "${NUM_LAYERS}" --hidden-size "${HIDDEN_SIZE}" --num-attention-heads "${NUM_ATTN_HEADS}"
+    --seq-length "${SEQ_LEN}" --max-position-embeddings "${SEQ_LEN}" --position-embedding-type "${POSITION_EMBEDDING}"
+    --hidden-dropout "${DROPOUT}" --attention-dropout "${DROPOUT}"
+    --num-experts "${EP_SIZE}" --topk "${TOPK}" --expert-interval "${EXPERT_INTERVAL}" --mlp-type "${MLP_TYPE}"
+    --moe-loss-coeff "${MLC}" --moe-min-capacity "${MOE_MIN_CAP}"
+    --moe-train-capacity-factor "${MOE_TRAIN_CAP_FACTOR}" --moe-eval-capacity-factor "${MOE_EVAL_CAP_FACTOR}"
+    --train-iters "${TRAIN_ITERS}" --lr "${LR}" --min-lr "${MIN_LR}" --lr-decay-style "${LR_DECAY_STYLE}"
+    --lr-warmup-iters "${WARMUP_ITERS}" --weight-decay "${WEIGHT_DECAY}" --adam-beta2 "${ADAM_BETA2}" --seed "${SEED}"
+    --log-interval "${LOG_INTERVAL}" --eval-interval "${EVAL_INTERVAL}" --eval-iters "${EVAL_ITERS}"
+    --save "${CHECKPOINT_PATH}" --load "${CHECKPOINT_PATH}" --save-interval "${SAVE_INTERVAL}"
+    --split "${SPLIT}" --tokenizer-type "${TOKENIZER_TYPE}"
+    --deepspeed --deepspeed_config "${DS_CONFIG}"
+)
+if [[ "${MOE_DROP_TOKEN}" != true ]]; then
+    OPTIONS+=(--disable-moe-token-dropping)
+fi
+if [[ "${ACTIVATION_CHECKPOINT}" == true ]]; then
+    OPTIONS+=(--recompute-granularity full)
+fi
+if [[ -n "${TOKENIZER_MODEL}" ]]; then
+    OPTIONS+=(--tokenizer-model "${TOKENIZER_MODEL}")
+fi
+if [[ -n "${VOCAB_FILE}" ]]; then
+    OPTIONS+=(--vocab-file "${VOCAB_FILE}" --merge-file "${MERGE_FILE}")
+fi
+if [[ -n "${TENSORBOARD_DIR}" ]]; then
+    OPTIONS+=(--tensorboard-dir "${TENSORBOARD_DIR}")
+fi
+
+# DATA_PATH may hold several words: WEIGHT PREFIX WEIGHT PREFIX …
+read -r -a DATA_WORDS <<<"${DATA_PATH}"
+mkdir -p "${OUTPUT}"
+"${LAUNCH[@]}" scripts/pretrain_gpt.py "${OPTIONS[@]}" --data-path "${DATA_WORDS[@]}" "$@" 2>&1 |
+    tee -a "${OUTPUT}/pretrain_gpt_${NAME}.log"
