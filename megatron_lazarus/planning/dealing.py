@@ -6,30 +6,33 @@ import numpy as np
 
 from megatron_lazarus.planning.checks import FloatArray, IntArray
 
+# Below, parting the last replicas that share a node without need is worth its time.
+_SMALL = 4096
 
-def deal(items: IntArray, slots: IntArray) -> list[IntArray]:
-    """Items in order, one to each bin in turn while it has free slots; returns each bin's items.
 
-    Equal items that stand together go to different bins as long as enough bins have room. With equal ``slots`` and
-    items in descending order of load, the loads of any two bins differ by at most that of one item.
+def seats(slots: IntArray) -> IntArray:
+    """The bin of each slot when bins are served in turn while they have free slots, shape [sum of slots].
+
+    Equal items dealt in succession go to different bins as long as enough bins have room. With equal ``slots`` and
+    items in order of load, the loads of any two bins differ by at most the largest load of an item.
     """
     bins = np.repeat(np.arange(len(slots)), slots)
     level = np.arange(len(bins)) - np.repeat(np.cumsum(slots) - slots, slots)
-    owner = bins[np.argsort(level, kind="stable")][: len(items)]
-    order = np.argsort(owner, kind="stable")
-    return np.split(items[order], np.cumsum(np.bincount(owner, minlength=len(slots)))[:-1])
+    return bins[np.argsort(level, kind="stable")]
 
 
 def spread(replicas: IntArray, slots: IntArray, promised: IntArray, load: FloatArray) -> IntArray:
     """Balanced spread, counts of shape [experts, nodes]: every expert on as many distinct nodes as it can have.
 
-    ``replicas`` and ``promised`` [experts], ``slots`` [nodes], ``load`` [experts] in tokens per replica.
+    ``replicas``, in ascending order, and ``promised`` [experts], ``slots`` [nodes], ``load`` [experts] in tokens per
+    replica.
     Each expert is on at least ``promised`` distinct nodes if there is a placement that can do that.
     """
     experts, nodes = len(replicas), len(slots)
     counts = np.zeros((experts, nodes), dtype=np.int64)
     if (slots == slots[0]).all():
-        items = np.repeat(*_heaviest_first(replicas, load))
+        # Fewest replicas first: the most fragile experts of all layers then sit on the same nodes.
+        items = np.repeat(np.arange(experts), replicas)
         np.add.at(counts, (items, np.arange(len(items)) % nodes), 1)
         return counts
     # Gale-Ryser's construction: largest promise first, each to the nodes with most room.
@@ -55,14 +58,17 @@ def fill(core: IntArray, replicas: IntArray, slots: IntArray, load: FloatArray) 
     while used < len(items):
         # One level: a slot of every node with the most room, so that large nodes are not left for the end.
         nodes = np.flatnonzero(vacant == vacant.max())
-        nodes = nodes[np.argsort(node_load[nodes], kind="stable")]
+        # The expert that the last level left unfinished keeps away from the nodes that it got there.
+        nodes = nodes[np.lexsort((node_load[nodes], counts[items[used], nodes]))]
         level = items[used : used + len(nodes)]
         nodes = nodes[: len(level)]
         np.add.at(counts, (level, nodes), 1)
         node_load[nodes] += load[level]
         vacant[nodes] -= 1
         used += len(level)
-    return _part_twins(counts, counts - core, -(-replicas // len(slots)))
+    if counts.size <= _SMALL:
+        _part_twins(counts, counts - core, -(-replicas // len(slots)))
+    return counts
 
 
 def keep_promises(core: IntArray, promised: IntArray, replicas: IntArray, slots: IntArray) -> IntArray:
@@ -81,12 +87,38 @@ def keep_promises(core: IntArray, promised: IntArray, replicas: IntArray, slots:
     return counts
 
 
+def mend(counts: IntArray, promised: IntArray, slots: IntArray) -> IntArray:
+    """``counts`` after exchanges between nodes that bring experts up to their ``promised`` distinct nodes.
+
+    An expert stays below its promise if no single exchange helps it without breaking another promise.
+    """
+    counts = counts.copy()
+    for expert in range(len(counts)):
+        while (counts[expert] > 0).sum() < promised[expert]:
+            source = int(np.argmax(counts[expert]))
+            spare = (counts > 0).sum(axis=1) > promised
+            movable = (counts > 0) & (counts[expert] == 0)[None, :]
+            movable &= (counts > 1) | (counts[:, source] == 0)[:, None] | spare[:, None]
+            vacant = (counts[expert] == 0) & (counts.sum(axis=0) < slots)
+            if counts[expert, source] < 2 or not (vacant.any() or movable.any()):
+                break
+            if vacant.any():
+                target = int(np.argmax(vacant))
+            else:
+                other, target = (int(index) for index in np.unravel_index(int(np.argmax(movable)), movable.shape))
+                counts[other, target] -= 1
+                counts[other, source] += 1
+            counts[expert, source] -= 1
+            counts[expert, target] += 1
+    return counts
+
+
 def _heaviest_first(replicas: IntArray, load: FloatArray) -> tuple[IntArray, IntArray]:
     order = np.argsort(-load, kind="stable")
     return order, replicas[order]
 
 
-def _part_twins(counts: IntArray, movable: IntArray, usual: IntArray) -> IntArray:
+def _part_twins(counts: IntArray, movable: IntArray, usual: IntArray) -> None:
     """Exchange replicas above an expert's ``usual`` number a node against movable ones elsewhere, where both profit."""
     for expert, node in np.argwhere((counts > usual[:, None]) & (movable > 0)):
         while counts[expert, node] > usual[expert] and movable[expert, node] > 0:
@@ -99,4 +131,3 @@ def _part_twins(counts: IntArray, movable: IntArray, usual: IntArray) -> IntArra
                 table[expert, place] += 1
                 table[other, place] -= 1
                 table[other, node] += 1
-    return counts

@@ -9,10 +9,11 @@ from math import comb
 import numpy as np
 import numpy.typing as npt
 
+from megatron_lazarus.planning.alignment import align
 from megatron_lazarus.planning.checks import FloatArray, IntArray, enough_slots, integer, node_weights, slot_counts
 from megatron_lazarus.planning.dealing import fill, keep_promises, spread
 from megatron_lazarus.planning.local_search import search
-from megatron_lazarus.planning.losses import loss_space, node_masks
+from megatron_lazarus.planning.losses import LossSpace, loss_space, node_masks
 from megatron_lazarus.planning.mro import Groups, core, group_nodes, level_groups, paper_groups
 
 SEARCHED_NODES = 12
@@ -55,20 +56,24 @@ def place_replicas(
 class NodePlacer:
     """Places the layers of one model on the same nodes; layers with the same replica counts share the search."""
 
-    def __init__(self, slots: IntArray, min_replicas: int, weights: FloatArray | None = None) -> None:
-        """``slots`` and ``weights`` (None: equal), shape [nodes]."""
+    def __init__(self, slots: IntArray, promises: int | IntArray, weights: FloatArray | None = None) -> None:
+        """``slots`` and ``weights`` (None: equal), shape [nodes].
+
+        ``promises``: distinct nodes that an expert with enough replicas must have, one number for all or [experts],
+        the expert with fewest replicas first.
+        """
         self.slots = slots
-        self.min_replicas = min_replicas
+        self.promises = promises
         self.weights = None if weights is None or (weights == weights[0]).all() else weights
         # MRO's nodes: large ones first, among equals the reliable ones first.
-        keys = (np.zeros(len(slots)) if self.weights is None else self.weights, -slots)
-        self.node_order = np.lexsort(keys)
+        self._kinds = np.stack([np.zeros(len(slots)) if self.weights is None else self.weights, -slots])
+        self.node_order = np.lexsort(self._kinds)
         self.uniform = bool((slots == slots[0]).all()) and self.weights is None
         self._known: dict[tuple[int, ...], IntArray] = {}
 
-    def promised(self, replicas: IntArray) -> IntArray:
+    def promised(self, ascending: IntArray) -> IntArray:
         """Distinct nodes that each expert must have."""
-        return np.minimum(replicas, min(self.min_replicas, len(self.slots)))
+        return np.minimum(np.minimum(ascending, self.promises), len(self.slots))
 
     def place(self, replicas: IntArray, load: FloatArray) -> IntArray:
         """Counts [experts, nodes] for ``replicas`` [experts] that carry ``load`` [experts] tokens each."""
@@ -94,7 +99,10 @@ class NodePlacer:
             placed = np.empty_like(counts)
             placed[order[layer]] = counts
             result.append(placed)
-        return result
+        if len(self.slots) > SEARCHED_NODES:
+            return result
+        alike = np.unique(self._kinds, axis=1, return_inverse=True)[1]
+        return align(result, self._space(), alike)
 
     def _grouped(
         self, groups: Groups, ascending: IntArray, load: FloatArray, shared: tuple[int, ...]
@@ -115,17 +123,22 @@ class NodePlacer:
 
     def _search(self, ascending: IntArray, load: FloatArray) -> IntArray:
         promised = self.promised(ascending)
-        starts = list(self._candidates(ascending, load))
-        if not starts:
+        candidates = list(self._candidates(ascending, load))
+        if not candidates:
             raise ValueError(
                 f"replicas are {ascending.tolist()}; nodes with {self.slots.tolist()} slots cannot hold each expert on "
-                f"min(its replicas, {self.min_replicas}) distinct nodes"
+                f"min(its replicas, {self.promises}) distinct nodes"
             )
         if len(self.slots) <= SEARCHED_NODES:
-            space = loss_space(len(self.slots), None if self.weights is None else tuple(self.weights.tolist()))
-            ranked = sorted(starts, key=lambda counts: space.loss(space.killed(node_masks(counts > 0))))
-            return search(ranked[:3], promised, space, 30)
-        return min(starts, key=_smallest_sets)
+            space = self._space()
+            ranked = sorted(candidates, key=lambda counts: space.loss(space.killed(node_masks(counts > 0))))
+            # Thorough where every case is checked against brute force; beyond, within milliseconds.
+            starts, shakes = (3, 30) if len(self.slots) <= 6 else (2, 2)
+            return search(ranked[:starts], promised, space, shakes)
+        return min(candidates, key=_smallest_sets)
+
+    def _space(self) -> LossSpace:
+        return loss_space(len(self.slots), None if self.weights is None else tuple(self.weights.tolist()))
 
     def _candidates(self, ascending: IntArray, load: FloatArray) -> Iterator[IntArray]:
         """Placements that keep the promises, by different rules."""

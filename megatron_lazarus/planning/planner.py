@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_lazarus.planning.allocation import allocate_replicas
+from megatron_lazarus.planning.allocation import allocate_replicas, guaranteed_replicas
 from megatron_lazarus.planning.checks import (
     FloatArray,
     IntArray,
+    by_node,
+    first_seen_order,
     integer,
+    node_weights,
     slot_counts,
     token_loads,
 )
-from megatron_lazarus.planning.dealing import deal
+from megatron_lazarus.planning.dealing import mend, seats, spread
 from megatron_lazarus.planning.placement import NodePlacer
 from megatron_lazarus.planning.plan import Placement, Plan
 
@@ -25,33 +28,44 @@ def make_plan(
     rank_nodes: Sequence[int],
     slots_per_rank: int | Sequence[int],
     min_replicas: int,
+    *,
+    domains: Mapping[int, Hashable] | None = None,
+    weights: Mapping[int, float] | None = None,
 ) -> Plan:
     """The plan for these loads: replicas by ``allocate_replicas``, on nodes by ``NodePlacer``, dealt over their ranks.
 
     ``loads`` [layers, experts] in tokens; ``rank_nodes[rank]`` is any number that names the rank's node;
-    ``slots_per_rank`` one number, or one for each rank. Every expert is on at least min(min_replicas, its replicas)
-    distinct nodes. Raises ValueError for bad loads, an empty world, fewer slots than experts, and ``min_replicas``
-    outside 1..number of nodes.
+    ``slots_per_rank`` one number, or one for each rank. ``domains`` labels every node with what it fails together with
+    (rack, switch, zone); ``weights`` are the odds with which nodes fail. Both are per node and optional.
+
+    Every expert is on at least min(min_replicas, its replicas) distinct nodes, and with ``domains`` on as many distinct
+    domains as their slots allow, the most loaded experts first.
+    Raises ValueError for bad loads, an empty world, fewer slots than experts, ``min_replicas`` outside 1..nodes, and
+    domains or weights of unknown or missing nodes.
     """
     table = token_loads(loads, (2,))
-    nodes, node_of = _nodes(rank_nodes)
+    nodes, node_of = node_positions(rank_nodes)
     rank_slots = slot_counts("slots_per_rank", slots_per_rank, len(node_of), "rank")
     node_slots = np.bincount(node_of, weights=rank_slots).astype(np.int64)
     min_replicas = integer("min_replicas", min_replicas, 1, len(nodes))
+    odds = None if weights is None else node_weights("weights", by_node("weights", weights, nodes))
+    labels = None if domains is None else first_seen_order(by_node("domains", domains, nodes))
+
     replicas = allocate_replicas(table, len(nodes), node_slots.tolist(), min_replicas, ranks=len(node_of))
     load = table / replicas
-    layers = NodePlacer(node_slots, min_replicas).place_layers(replicas, load)
-    ranks = [np.flatnonzero(node_of == node) for node in range(len(nodes))]
-    return Plan(
-        tuple(
-            _over_ranks(counts, layer_load, ranks, rank_slots) for counts, layer_load in zip(layers, load, strict=True)
-        ),
-        tuple(int(node) for node in rank_nodes),
-    )
+    if labels is None:
+        layers = NodePlacer(node_slots, min_replicas, odds).place_layers(replicas, load)
+    else:
+        layers = _in_domains(replicas, load, node_slots, min_replicas, labels, odds)
+    seating = _seating(node_of, rank_slots)
+    placements = [
+        _over_ranks(counts, tokens, seating, len(node_of)) for counts, tokens in zip(layers, load, strict=True)
+    ]
+    return Plan(tuple(placements), tuple(int(node) for node in rank_nodes))
 
 
-def _nodes(rank_nodes: Sequence[int]) -> tuple[list[int], IntArray]:
-    """The nodes in ascending order, and the position of each rank's node among them."""
+def node_positions(rank_nodes: Sequence[int]) -> tuple[list[int], IntArray]:
+    """The nodes in ascending order, and for each rank the position of its node. Raises ValueError if there is none."""
     if len(rank_nodes) == 0:
         raise ValueError("rank_nodes is empty; a world has at least 1 rank")
     labels = [integer(f"rank_nodes[{rank}]", node, 0) for rank, node in enumerate(rank_nodes)]
@@ -59,12 +73,52 @@ def _nodes(rank_nodes: Sequence[int]) -> tuple[list[int], IntArray]:
     return nodes.tolist(), node_of.astype(np.int64)
 
 
-def _over_ranks(counts: IntArray, load: FloatArray, ranks: list[IntArray], rank_slots: IntArray) -> Placement:
+def _in_domains(
+    replicas: IntArray,
+    load: FloatArray,
+    node_slots: IntArray,
+    min_replicas: int,
+    domain_of: IntArray,
+    odds: FloatArray | None,
+) -> list[IntArray]:
+    """Node counts of every layer: placed over domains first, then spread over each domain's nodes."""
+    domain_slots = np.bincount(domain_of, weights=node_slots).astype(np.int64)
+    domain_odds = None if odds is None else np.bincount(domain_of, weights=odds) / np.bincount(domain_of)
+    promises = guaranteed_replicas(replicas.shape[1], domain_slots, min(min_replicas, len(domain_slots)))
+    placed = NodePlacer(domain_slots, promises[::-1], domain_odds).place_layers(replicas, load)
+    result = []
+    for layer, by_domain in enumerate(placed):
+        order = np.lexsort((load[layer], replicas[layer]))
+        promised = np.minimum(replicas[layer], min_replicas)
+        counts = np.zeros((len(by_domain), len(node_slots)), dtype=np.int64)
+        for domain in range(len(domain_slots)):
+            members = np.flatnonzero(domain_of == domain)
+            here = by_domain[order, domain]
+            ascending = order[np.argsort(here, kind="stable")]
+            here = by_domain[ascending, domain]
+            apart = np.minimum(here, len(members))
+            counts[np.ix_(ascending, members)] = spread(here, node_slots[members], apart, load[layer, ascending])
+        counts = mend(counts, promised, node_slots)
+        if ((counts > 0).sum(axis=1) < promised).any():
+            counts = NodePlacer(node_slots, min_replicas, odds).place(replicas[layer], load[layer])
+        result.append(counts)
+    return result
+
+
+def _seating(node_of: IntArray, rank_slots: IntArray) -> list[IntArray]:
+    """For each node the rank of its first, second, … heaviest replica."""
+    members = [np.flatnonzero(node_of == node) for node in range(int(node_of.max()) + 1)]
+    return [ranks[seats(rank_slots[ranks])] for ranks in members]
+
+
+def _over_ranks(counts: IntArray, load: FloatArray, seating: list[IntArray], world_size: int) -> Placement:
     """One layer's node counts [experts, nodes] dealt over each node's ranks, heaviest replica first."""
     order = np.argsort(-load, kind="stable")
-    slots: list[tuple[int, ...]] = [()] * len(rank_slots)
-    for node, members in enumerate(ranks):
-        items = np.repeat(order, counts[order, node])
-        for rank, held in zip(members.tolist(), deal(items, rank_slots[members]), strict=True):
-            slots[rank] = tuple(held.tolist())
+    by_node = counts[order].T
+    node, position = np.nonzero(by_node)
+    items = np.repeat(order[position], by_node[node, position])
+    ranks = np.concatenate([seat[:held] for seat, held in zip(seating, by_node.sum(axis=1), strict=True)])
+    by_rank = items[np.argsort(ranks, kind="stable")].tolist()
+    ends = np.cumsum(np.bincount(ranks, minlength=world_size)).tolist()
+    slots = [tuple(by_rank[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     return Placement(len(load), tuple(slots))

@@ -1,0 +1,47 @@
+"""Renaming the nodes of each layer's placement so that all layers are killed by the same losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from megatron_lazarus.planning.checks import IntArray
+from megatron_lazarus.planning.losses import LossSpace, node_masks
+
+
+def align(layers: Sequence[IntArray], space: LossSpace, alike: IntArray) -> list[IntArray]:
+    """``layers`` (counts [experts, nodes]) with nodes of equal ``alike`` [nodes] exchanged, layer by layer.
+
+    The model is lost as soon as one layer is, so the layers' killed losses should overlap. The most fragile layer
+    stays; each next one takes the exchanges of two nodes that lower the joint loss, until none does.
+    """
+    result = list(layers)
+    masks = [sorted(set(node_masks(counts > 0))) for counts in layers]
+    killed = [space.killed(sets) for sets in masks]
+    pairs = [(one, two) for one, two in combinations(range(space.nodes), 2) if alike[one] == alike[two]]
+    joint = 0
+    for layer in sorted(range(len(result)), key=lambda index: space.loss(killed[index]), reverse=True):
+        if killed[layer] & ~joint and joint:
+            order = np.arange(space.nodes)
+            sets, family = masks[layer], joint | killed[layer]
+            improved = True
+            while improved:
+                improved = False
+                for one, two in pairs:
+                    exchanged = [_exchanged(mask, one, two) for mask in sets]
+                    candidate = joint | space.killed(exchanged)
+                    if candidate != family and space.loss(candidate) < space.loss(family):
+                        sets, family, improved = exchanged, candidate, True
+                        order[[one, two]] = order[[two, one]]
+            result[layer] = result[layer][:, order]
+            killed[layer] = space.killed(sets)
+        joint |= killed[layer]
+    return result
+
+
+def _exchanged(mask: int, one: int, two: int) -> int:
+    """The node set with the two nodes' names exchanged."""
+    differ = (mask >> one ^ mask >> two) & 1
+    return mask ^ (differ << one | differ << two)
