@@ -89,7 +89,8 @@ def _write(prefix: str, key: str, files: Sequence[Path], make: Any, arguments: a
         documents = _documents(files, key, arguments.split_documents)
         for ids in _tokenized(documents, make, arguments.workers):
             if ids:
-                builder.add_document(torch.from_numpy(np.array([*ids, *eod], dtype=dtype)), [len(ids) + len(eod)])
+                builder.add_item(torch.from_numpy(np.array([*ids, *eod], dtype=dtype)))
+                builder.end_document()
                 total += len(ids) + len(eod)
         if total == 0:
             raise ValueError(f"no text under key {key!r} in {', '.join(arguments.input)}")
@@ -142,7 +143,7 @@ def _tokenized(documents: Iterator[str], make: Any, workers: int) -> Iterator[li
         _start(make)
         yield from map(_tokenize, documents)
         return
-    with get_context("spawn").Pool(workers, initializer=_start, initargs=(make,)) as pool:
+    with get_context("fork").Pool(workers, initializer=_start, initargs=(make,)) as pool:
         yield from pool.imap(_tokenize, documents, chunksize=16)
 
 
