@@ -57,6 +57,10 @@ class LossSpace:
             family |= self.supersets(node_set)
         return family
 
+    def complement(self, family: int) -> int:
+        """Family of all the other losses."""
+        return self._everything ^ family
+
     def counts(self, family: int) -> tuple[int, ...]:
         """Members of the family with 0, 1, …, n lost nodes."""
         return tuple((family & layer).bit_count() for layer in self._of_size)

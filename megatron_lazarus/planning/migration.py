@@ -1,0 +1,178 @@
+"""Who sends which record to whom, to get from one plan to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_lazarus.planning.checks import IntArray
+from megatron_lazarus.planning.mapping import previous_of
+from megatron_lazarus.planning.plan import Plan
+
+
+class Transfer(NamedTuple):
+    """One record to copy from a slot of the old plan to a slot of the new one. Ranks are the new plan's."""
+
+    layer: int
+    expert: int
+    source: int
+    source_slot: int
+    target: int
+    target_slot: int
+
+
+class Missing(NamedTuple):
+    """A slot of the new plan whose expert no rank has: to be filled from a shadow or a checkpoint."""
+
+    layer: int
+    expert: int
+    target: int
+    target_slot: int
+
+
+@dataclass(frozen=True)
+class Migration:
+    """Every slot of the new plan whose record is not there yet, once: in ``moves`` or in ``missing``.
+
+    ``moves`` [transfers, 6] are the transfers as rows of integers, ascending, columns as in ``Transfer``.
+    All transfers read the old state, so a layer's arrivals wait in staging until its last record is sent.
+    ``between_nodes`` counts the transfers whose source and target are on different nodes. ``staging`` [ranks] is the
+    most records that arrive at a rank for one layer: the extra memory, in records, if layers migrate one by one.
+    """
+
+    moves: IntArray
+    missing: tuple[Missing, ...]
+    between_nodes: int
+    staging: IntArray
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """``moves`` as objects."""
+        return tuple(Transfer(*row) for row in self.moves.tolist())
+
+
+def migration(current: Plan, plan: Plan, *, previous_ranks: Sequence[int | None] | None = None) -> Migration:
+    """The transfers from ``current`` to ``plan``; ``previous_ranks`` as in ``map_plan``.
+
+    The source of a record is the rank itself if it has the expert in another slot, else a rank of the same node that
+    has it, else any rank that has it. Where there is a choice, sources share the work: no transfer's source sends two
+    records more than another rank that could have sent it (copies within a rank are not counted).
+    Raises ValueError as ``map_plan`` does.
+    """
+    previous = previous_of(current, plan, previous_ranks)
+    node_of = np.unique(plan.rank_nodes, return_inverse=True)[1].astype(np.int64)
+    world = plan.world_size + int(node_of.max()) + 1
+    work = _Work(plan.world_size)
+    staging = np.zeros(plan.world_size, dtype=np.int64)
+    missing: list[Missing] = []
+    for index, (layer, before) in enumerate(zip(plan.layers, current.layers, strict=True)):
+        had = _entries([() if old is None else before.slots[old] for old in previous])
+        wanted = _entries(layer.slots)
+        wanted = wanted[~np.isin(_codes(wanted, layer.num_experts), _codes(had, layer.num_experts))]
+        staging = np.maximum(staging, np.bincount(wanted[:, 0], minlength=plan.world_size))
+        had = had[np.unique(had[:, 0] * layer.num_experts + had[:, 2], return_index=True)[1]]
+
+        # A scope is a rank, a node or the world; a record comes from the narrowest that has it.
+        scopes = [
+            (table[:, 0], plan.world_size + node_of[table[:, 0]], np.full(len(table), world)) for table in (had, wanted)
+        ]
+        keys = [
+            [scope * layer.num_experts + table[:, 2] for scope in three]
+            for three, table in zip(scopes, (had, wanted), strict=True)
+        ]
+        offered = np.concatenate(keys[0])
+        order = np.argsort(offered, kind="stable")
+        key = np.full(len(wanted), -1)
+        for narrower in reversed(keys[1]):
+            key = np.where(np.isin(narrower, offered), narrower, key)
+        missing += [Missing(index, expert, rank, slot) for rank, slot, expert in wanted[key < 0].tolist()]
+        wanted, key = wanted[key >= 0], key[key >= 0]
+        by_key = np.argsort(key, kind="stable")
+        work.add(index, had[order % max(1, len(had))], offered[order], wanted[by_key], key[by_key], layer.num_experts)
+    moves = work.moves()
+    between = int((node_of[moves[:, 2]] != node_of[moves[:, 4]]).sum())
+    return Migration(moves, tuple(missing), between, staging)
+
+
+def _entries(rows: Sequence[tuple[int, ...]]) -> IntArray:
+    """(rank, slot, expert) of every replica, shape [replicas, 3]."""
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    ranks = np.repeat(np.arange(len(rows)), lengths)
+    slots = np.arange(len(ranks)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    experts = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(ranks))
+    return np.stack([ranks, slots, experts], axis=1)
+
+
+def _codes(entries: IntArray, experts: int) -> IntArray:
+    """One number for each (rank, slot, expert)."""
+    return (entries[:, 0] * (1 << 20) + entries[:, 1]) * experts + entries[:, 2]
+
+
+class _Work:
+    """Collects, layer by layer, groups of transfers with the same possible sources, and shares them out evenly."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        # The last entry takes the copies within a rank, which are no work for the network.
+        self._sent = np.zeros(world_size + 1, dtype=np.int64)
+        self._groups = 0
+        self._parts: list[tuple[IntArray, ...]] = []
+
+    def add(self, layer: int, had: IntArray, offered: IntArray, wanted: IntArray, key: IntArray, experts: int) -> None:
+        """Rows of ``had`` (rank, slot, expert) by ascending ``offered`` key can serve ``wanted`` rows of equal ``key``."""
+        keys, demand = np.unique(key, return_counts=True)
+        first = np.searchsorted(offered, keys)
+        choices = np.searchsorted(offered, keys, side="right") - first
+        starts = np.cumsum(choices) - choices
+        group = np.repeat(np.arange(len(keys)), choices)
+        source = had[np.arange(len(group)) - starts[group] + first[group]]
+        worker = np.where(keys[group] < self._world_size * experts, self._world_size, source[:, 0])
+        order = np.lexsort((self._sent[worker], group))
+        share = (demand // choices)[group]
+        share[order] += np.arange(len(group)) - starts[group] < (demand % choices)[group]
+        np.add.at(self._sent, worker, share)
+        targets = np.concatenate([np.full((len(wanted), 1), layer), wanted], axis=1)
+        self._parts.append((group + self._groups, worker, share, source, targets))
+        self._groups += len(keys)
+
+    def moves(self) -> IntArray:
+        """The transfers in ascending order, columns as in ``Transfer``."""
+        if not self._parts:
+            return np.zeros((0, 6), dtype=np.int64)
+        group, worker, share, source, targets = (np.concatenate(column) for column in zip(*self._parts, strict=True))
+        self._even_out(group, worker, share)
+        chosen = source[np.repeat(np.arange(len(share)), share)]
+        layer, rank, slot, expert = targets.T
+        moves = np.stack([layer, expert, chosen[:, 0], chosen[:, 1], rank, slot], axis=1)
+        return moves[np.lexsort(moves.T[::-1])]
+
+    def _even_out(self, group: IntArray, worker: IntArray, share: IntArray) -> None:
+        """Hand transfers over, within their groups, to ranks that send at least two less, until there is none."""
+        starts = np.flatnonzero(np.diff(group, prepend=-1))
+        ends = np.append(starts[1:], len(group))
+        # Every handing over lowers the sum of squares of what ranks send, so this ends.
+        while len(starts):
+            load = self._sent[worker]
+            most = np.maximum.reduceat(np.where(share > 0, load, -1), starts)
+            uneven = np.flatnonzero(most >= np.minimum.reduceat(load, starts) + 2)
+            if not len(uneven):
+                return
+            sent = self._sent.tolist()
+            for start, end in zip(starts[uneven].tolist(), ends[uneven].tolist(), strict=True):
+                ranks, shares = worker[start:end].tolist(), share[start:end].tolist()
+                places = range(end - start)
+                while True:
+                    least = min(places, key=lambda place: sent[ranks[place]])
+                    most_ = max((place for place in places if shares[place]), key=lambda place: sent[ranks[place]])
+                    if sent[ranks[most_]] < sent[ranks[least]] + 2:
+                        break
+                    for place, change in ((most_, -1), (least, 1)):
+                        shares[place] += change
+                        sent[ranks[place]] += change
+                share[start:end] = shares
+            self._sent = np.array(sent)
