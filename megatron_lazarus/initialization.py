@@ -83,6 +83,7 @@ def initialize(
             layer.experts.max_tokens_per_chunk = section.experts.max_tokens_per_expert_chunk
 
     import deepspeed
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
     apply_all(ALL)
     # A worker killed while it builds this extension leaves a lock that every later start would wait for.
@@ -113,6 +114,8 @@ def initialize(
     buffers = []
     for layer, groups, placement in zip(layers, option_groups, plan.layers, strict=True):
         layer.bind_context(context)
+        # DeepSpeed converts the parameters it finds registered; these it did not find.
+        layer.experts.to(device=ds_engine.device, dtype=torch.bfloat16 if ds_engine.bfloat16_enabled() else None)
         buffers.append(_into_records(layer, groups, state_names, placement, rank, ds_engine.device))
     engine = LazarusEngine(
         ds_engine,
@@ -122,7 +125,7 @@ def initialize(
         context=context,
         sizes=sizes,
         config=section,
-        gradient_clipping=float(ds_config.get("gradient_clipping", 0.0)),
+        gradient_clipping=float(ds_config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)),
         seed=seed,
     )
     return engine, ds_optimizer, dataloader, scheduler

@@ -159,7 +159,8 @@ class ExpertCheckpoint:
             }
             for layer, buffer in zip(self._layers, self._buffers, strict=True)
         ]
-        return {"dense": dense, "moe_layers": layers}
+        state = sorted({name for buffer in self._buffers for name in buffer.layout.state_names})
+        return {"dense": dense, "moe_layers": layers, "expert_optimizer_state": state}
 
     # -- load ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +181,8 @@ class ExpertCheckpoint:
             return None, None
         directory = os.path.join(load_dir, tag)
         manifest = Manifest.read(directory)
-        self._check_model(manifest, directory)
+        with_state = load_optimizer_states and not load_module_only
+        self._check_model(manifest, directory, with_state)
         manifest.verify(directory)
         self._context.export_experts = False
         try:
@@ -198,15 +200,17 @@ class ExpertCheckpoint:
         for layer, buffer in enumerate(self._buffers):
             for slot, expert in enumerate(buffer.experts):
                 tensors = load_file(os.path.join(directory, _expert_file(layer, expert)))
-                with_state = load_optimizer_states and not load_module_only
                 restore_record(buffer.named_tensors(slot), tensors, with_state, f"layer {layer} expert {expert}")
         return path, client_state
 
-    def _check_model(self, manifest: Manifest, directory: str) -> None:
-        differences = list(_differences(manifest.model, self._model_description(), ""))
+    def _check_model(self, manifest: Manifest, directory: str, with_state: bool) -> None:
+        saved, here = dict(manifest.model), self._model_description()
+        if not with_state:
+            saved["expert_optimizer_state"] = here["expert_optimizer_state"]
+        differences = list(_differences(saved, here, ""))
         if differences:
             more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
-            raise CheckpointError(f"checkpoint {directory} is of another model: {'; '.join(differences[:5])}{more}")
+            raise CheckpointError(f"checkpoint {directory} is of another model or optimizer: {'; '.join(differences[:5])}{more}")
 
 
 def restore_record(target: dict[str, Tensor], source: Mapping[str, Tensor], with_state: bool, what: str) -> None:
