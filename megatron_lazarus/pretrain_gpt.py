@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lazarus.checkpoint.manifest import CheckpointError
 from megatron_lazarus.config import LazarusConfig, batch_sizes, refuse_unsupported, slots_per_rank
 from megatron_lazarus.models.arguments import check_arguments, parse_arguments
+from megatron_lazarus.models.compatibility import check_checkpoint
 from megatron_lazarus.models.data import Blend, MicroBatches, build_blends, unigram_entropy
 from megatron_lazarus.models.gpt import GPTConfig, PretrainGPT
 from megatron_lazarus.models.progress import Progress, on_rank_zero, validation_lines
@@ -46,11 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = deepspeed_config(args)
         _check_sections(config, args.num_experts)
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file)
+        vocab_size = padded_vocab_size(int(tokenizer.vocab_size), args.make_vocab_size_divisible_by)
+        model = model_config(args, vocab_size)
+        if args.load:
+            check_checkpoint(args.load, model)
         blends = build_blends(data_config(args), tokenizer, identity(args.tokenizer_type, tokenizer))
-    except ValueError as error:
-        print(f"pretrain_gpt: {error}", file=sys.stderr)
+    except (ValueError, CheckpointError) as error:
+        # Every rank meets the same error. The first one tells; a launcher ends all as soon as any has left.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"pretrain_gpt: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(10)
         return 2
-    model = model_config(args, padded_vocab_size(int(tokenizer.vocab_size), args.make_vocab_size_divisible_by))
     job = _Job(args, config, model, blends)
     job.train()
     dist.destroy_process_group()
@@ -211,12 +220,13 @@ def _init_distributed() -> None:
 
     # A worker killed while it builds this extension leaves a lock that every later start would wait for.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not dist.is_initialized():
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-            os.environ.setdefault(name, value)
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
-        deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    backend = get_accelerator().communication_backend_name()
+    if "RANK" in os.environ:
+        deepspeed.init_distributed(backend, verbose=False)
+    elif not dist.is_initialized():
+        # Started without a launcher: a world of one, which needs no address.
+        os.environ["LOCAL_RANK"] = "0"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _engine(args: argparse.Namespace, config: dict[str, Any], model_configuration: GPTConfig) -> Any:
