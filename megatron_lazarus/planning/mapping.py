@@ -7,10 +7,10 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
-from scipy.sparse import csr_array
+from scipy.sparse import coo_array, csr_array
 
 from megatron_lazarus.planning.checks import FloatArray, IntArray, by_node, integer, node_weights, slot_counts
-from megatron_lazarus.planning.plan import Placement, Plan
+from megatron_lazarus.planning.plan import Placement, Plan, replica_table
 
 _ROWS_AT_ONCE = 1000
 
@@ -34,7 +34,7 @@ def map_plan(
 
     ``previous_ranks[rank]`` is the rank in ``current`` whose state the rank of ``plan`` has, None for a new one;
     default: the same rank. Only alike nodes are exchanged: same ``slots_per_rank`` (only equality counts), same
-    ``weights``; with ``domains``, alike domains as a whole and nodes within them. These three as given to ``make_plan``.
+    ``weights``; with ``domains``, alike domains as a whole and nodes within them. All three are ``make_plan``'s.
     ``record_bytes`` is the size of a record, one number or one for each layer.
     Raises ValueError if the two plans have different numbers of layers or experts, or ranks or nodes do not fit.
     """
@@ -97,22 +97,14 @@ def previous_of(current: Plan, plan: Plan, previous_ranks: Sequence[int | None] 
 
 def _records(plan: Plan, ranks: Sequence[int | None], sizes: IntArray) -> csr_array:
     """Bytes of each record on each of ``ranks``, shape [ranks, experts of all layers]."""
-    columns: list[int] = []
-    values: list[int] = []
-    ends = [0]
-    offsets = np.cumsum([0] + [layer.num_experts for layer in plan.layers]).tolist()
-    for rank in ranks:
-        if rank is not None:
-            for layer, offset, size in zip(plan.layers, offsets, sizes.tolist(), strict=False):
-                row = layer.slots[rank]
-                columns.extend(offset + expert for expert in row)
-                values.extend([size] * len(row))
-        ends.append(len(columns))
-    table = csr_array(
-        (np.array(values, np.float64), np.array(columns, np.int64), np.array(ends)), (len(ranks), offsets[-1])
-    )
-    table.sum_duplicates()
-    return table
+    offset = 0
+    parts: list[tuple[IntArray, IntArray, FloatArray]] = []
+    for layer, size in zip(plan.layers, sizes.tolist(), strict=True):
+        held = replica_table([() if rank is None else layer.slots[rank] for rank in ranks])
+        parts.append((held[:, 0], held[:, 2] + offset, np.full(len(held), float(size))))
+        offset += layer.num_experts
+    rows, columns, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return coo_array((values, (rows, columns)), (len(ranks), offset)).tocsr()
 
 
 def _product(has: csr_array, wants: csr_array) -> FloatArray:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_lazarus.planning.checks import IntArray
 from megatron_lazarus.planning.mapping import previous_of
-from megatron_lazarus.planning.plan import Plan
+from megatron_lazarus.planning.plan import Plan, replica_table
 
 
 class Transfer(NamedTuple):
@@ -65,30 +64,28 @@ def migration(current: Plan, plan: Plan, *, previous_ranks: Sequence[int | None]
     Raises ValueError as ``map_plan`` does.
     """
     previous = previous_of(current, plan, previous_ranks)
-    node_of = np.unique(plan.rank_nodes, return_inverse=True)[1].astype(np.int64)
-    world = plan.world_size + int(node_of.max()) + 1
+    # Ranks, nodes and the world are numbered one after another.
+    node_of = plan.world_size + np.unique(plan.rank_nodes, return_inverse=True)[1]
+    world = int(node_of.max()) + 1
     work = _Work(plan.world_size)
     staging = np.zeros(plan.world_size, dtype=np.int64)
     missing: list[Missing] = []
     for index, (layer, before) in enumerate(zip(plan.layers, current.layers, strict=True)):
-        had = _entries([() if old is None else before.slots[old] for old in previous])
-        wanted = _entries(layer.slots)
+        had = replica_table([() if old is None else before.slots[old] for old in previous])
+        wanted = replica_table(layer.slots)
         wanted = wanted[~np.isin(_codes(wanted, layer.num_experts), _codes(had, layer.num_experts))]
         staging = np.maximum(staging, np.bincount(wanted[:, 0], minlength=plan.world_size))
         had = had[np.unique(had[:, 0] * layer.num_experts + had[:, 2], return_index=True)[1]]
 
-        # A scope is a rank, a node or the world; a record comes from the narrowest that has it.
-        scopes = [
-            (table[:, 0], plan.world_size + node_of[table[:, 0]], np.full(len(table), world)) for table in (had, wanted)
-        ]
-        keys = [
-            [scope * layer.num_experts + table[:, 2] for scope in three]
-            for three, table in zip(scopes, (had, wanted), strict=True)
-        ]
-        offered = np.concatenate(keys[0])
+        # A record comes from the narrowest scope that has it: a rank, a node, or the world.
+        had_in, wanted_in = (
+            [scope * layer.num_experts + table[:, 2] for scope in (table[:, 0], node_of[table[:, 0]], world)]
+            for table in (had, wanted)
+        )
+        offered = np.concatenate(had_in)
         order = np.argsort(offered, kind="stable")
         key = np.full(len(wanted), -1)
-        for narrower in reversed(keys[1]):
+        for narrower in reversed(wanted_in):
             key = np.where(np.isin(narrower, offered), narrower, key)
         missing += [Missing(index, expert, rank, slot) for rank, slot, expert in wanted[key < 0].tolist()]
         wanted, key = wanted[key >= 0], key[key >= 0]
@@ -97,15 +94,6 @@ def migration(current: Plan, plan: Plan, *, previous_ranks: Sequence[int | None]
     moves = work.moves()
     between = int((node_of[moves[:, 2]] != node_of[moves[:, 4]]).sum())
     return Migration(moves, tuple(missing), between, staging)
-
-
-def _entries(rows: Sequence[tuple[int, ...]]) -> IntArray:
-    """(rank, slot, expert) of every replica, shape [replicas, 3]."""
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    ranks = np.repeat(np.arange(len(rows)), lengths)
-    slots = np.arange(len(ranks)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    experts = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(ranks))
-    return np.stack([ranks, slots, experts], axis=1)
 
 
 def _codes(entries: IntArray, experts: int) -> IntArray:
@@ -120,11 +108,10 @@ class _Work:
         self._world_size = world_size
         # The last entry takes the copies within a rank, which are no work for the network.
         self._sent = np.zeros(world_size + 1, dtype=np.int64)
-        self._groups = 0
         self._parts: list[tuple[IntArray, ...]] = []
 
     def add(self, layer: int, had: IntArray, offered: IntArray, wanted: IntArray, key: IntArray, experts: int) -> None:
-        """Rows of ``had`` (rank, slot, expert) by ascending ``offered`` key can serve ``wanted`` rows of equal ``key``."""
+        """Rows (rank, slot, expert): ``had`` by ascending keys ``offered`` can serve ``wanted`` of equal ``key``."""
         keys, demand = np.unique(key, return_counts=True)
         first = np.searchsorted(offered, keys)
         choices = np.searchsorted(offered, keys, side="right") - first
@@ -132,47 +119,62 @@ class _Work:
         group = np.repeat(np.arange(len(keys)), choices)
         source = had[np.arange(len(group)) - starts[group] + first[group]]
         worker = np.where(keys[group] < self._world_size * experts, self._world_size, source[:, 0])
-        order = np.lexsort((self._sent[worker], group))
-        share = (demand // choices)[group]
-        share[order] += np.arange(len(group)) - starts[group] < (demand % choices)[group]
-        np.add.at(self._sent, worker, share)
         targets = np.concatenate([np.full((len(wanted), 1), layer), wanted], axis=1)
-        self._parts.append((group + self._groups, worker, share, source, targets))
-        self._groups += len(keys)
+        self._parts.append((group, worker, demand[group], choices[group], source, targets))
+        # Work that leaves no choice is known before the rest is shared out.
+        np.add.at(self._sent, worker, np.where(choices[group] == 1, demand[group], 0))
 
     def moves(self) -> IntArray:
         """The transfers in ascending order, columns as in ``Transfer``."""
-        if not self._parts:
-            return np.zeros((0, 6), dtype=np.int64)
-        group, worker, share, source, targets = (np.concatenate(column) for column in zip(*self._parts, strict=True))
-        self._even_out(group, worker, share)
+        shares = [self._share(*part[:4]) for part in self._parts]
+        groups = np.cumsum([0] + [int(part[0][-1]) + 1 if len(part[0]) else 0 for part in self._parts])
+        group = np.concatenate([part[0] + first for part, first in zip(self._parts, groups[:-1], strict=True)])
+        worker, choices, source, targets = (
+            np.concatenate([part[field] for part in self._parts]) for field in (1, 3, 4, 5)
+        )
+        share = np.concatenate(shares)
+        free = choices > 1
+        share[free] = self._even_out(group[free], worker[free], share[free])
         chosen = source[np.repeat(np.arange(len(share)), share)]
         layer, rank, slot, expert = targets.T
         moves = np.stack([layer, expert, chosen[:, 0], chosen[:, 1], rank, slot], axis=1)
         return moves[np.lexsort(moves.T[::-1])]
 
-    def _even_out(self, group: IntArray, worker: IntArray, share: IntArray) -> None:
+    def _share(self, group: IntArray, worker: IntArray, demand: IntArray, choices: IntArray) -> IntArray:
+        """An even share of its group's demand for each worker, the remainder to those that have sent least."""
+        order = np.lexsort((self._sent[worker], group))
+        share = demand // choices
+        place = np.arange(len(group)) - np.flatnonzero(np.diff(group, prepend=-1))[group]
+        share[order] += place < (demand % choices)
+        np.add.at(self._sent, worker, np.where(choices > 1, share, 0))
+        return share
+
+    def _even_out(self, group: IntArray, worker: IntArray, share: IntArray) -> IntArray:
         """Hand transfers over, within their groups, to ranks that send at least two less, until there is none."""
         starts = np.flatnonzero(np.diff(group, prepend=-1))
         ends = np.append(starts[1:], len(group))
         # Every handing over lowers the sum of squares of what ranks send, so this ends.
         while len(starts):
             load = self._sent[worker]
-            most = np.maximum.reduceat(np.where(share > 0, load, -1), starts)
-            uneven = np.flatnonzero(most >= np.minimum.reduceat(load, starts) + 2)
+            sending = np.where(share > 0, load, -1)
+            uneven = np.flatnonzero(np.maximum.reduceat(sending, starts) >= np.minimum.reduceat(load, starts) + 2)
             if not len(uneven):
-                return
+                break
             sent = self._sent.tolist()
             for start, end in zip(starts[uneven].tolist(), ends[uneven].tolist(), strict=True):
                 ranks, shares = worker[start:end].tolist(), share[start:end].tolist()
-                places = range(end - start)
+                loads = [sent[rank] for rank in ranks]
                 while True:
-                    least = min(places, key=lambda place: sent[ranks[place]])
-                    most_ = max((place for place in places if shares[place]), key=lambda place: sent[ranks[place]])
-                    if sent[ranks[most_]] < sent[ranks[least]] + 2:
+                    least = min(loads)
+                    most = max(load for load, count in zip(loads, shares, strict=True) if count)
+                    if most < least + 2:
                         break
-                    for place, change in ((most_, -1), (least, 1)):
+                    giver = next(p for p, load in enumerate(loads) if load == most and shares[p])
+                    for place, change in ((giver, -1), (loads.index(least), 1)):
                         shares[place] += change
-                        sent[ranks[place]] += change
+                        loads[place] += change
+                for rank, load in zip(ranks, loads, strict=True):
+                    sent[rank] = load
                 share[start:end] = shares
             self._sent = np.array(sent)
+        return share

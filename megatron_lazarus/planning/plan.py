@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,15 @@ class Placement:
     def holders(self, expert: int) -> tuple[int, ...]:
         """Ranks with at least one replica of ``expert``, ascending."""
         return tuple(rank for rank, row in enumerate(self.slots) if expert in row)
+
+
+def replica_table(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """(rank, slot, expert) of every replica in ``rows[rank]``, in this order, shape [replicas, 3]."""
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    ranks = np.repeat(np.arange(len(rows)), lengths)
+    slots = np.arange(len(ranks)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    experts = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(ranks))
+    return np.stack([ranks, slots, experts], axis=1)
 
 
 @dataclass(frozen=True)

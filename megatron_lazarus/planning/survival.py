@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megatron_lazarus.planning.checks import FloatArray, IntArray, by_node, first_seen_order, integer, node_weights
 from megatron_lazarus.planning.losses import COUNTABLE_NODES, loss_space, node_masks
-from megatron_lazarus.planning.plan import Plan
+from megatron_lazarus.planning.plan import Plan, replica_table
 
 BoolArray = npt.NDArray[np.bool_]
 _LISTED_LOSSES = 100_000
@@ -62,8 +62,8 @@ def survival(
     """Probability that the plan survives the loss of ``k`` failure units, all layers jointly.
 
     A unit is a node, or with ``domains`` (node -> label) all nodes of one label. The lost set is uniform among the sets
-    of k units; with ``weights`` (node -> odds to fail; a domain has its nodes' mean) its probability is in proportion to
-    the product of its weights, which is that of independent failures given that k of them happen.
+    of k units; with ``weights`` (node -> odds to fail; a domain has its nodes' mean) its probability is in proportion
+    to the product of its weights: that of independent failures, given that k of them happen.
 
     Exact by counting where the experts' sets of units fall into independent parts of at most COUNTABLE_NODES units, or
     where the losses are few enough to list; else ``samples`` losses are drawn with ``seed``.
@@ -134,22 +134,22 @@ class _Model:
         parts = _parts(self.sets)
         if any(len(units) > COUNTABLE_NODES for units, _ in parts):
             return None
-        # Whole numbers need Python's: binomials of some hundred nodes exceed every fixed size.
-        product: npt.NDArray[np.object_] | FloatArray = np.ones(1, dtype=object if self.odds is None else np.float64)
-        for units, sets in parts:
-            odds = None if self.odds is None else tuple(self.odds[units].tolist())
-            space = loss_space(len(units), odds)
-            alive = space.complement(space.killed(node_masks(sets)))
-            if odds is None:
-                product = np.convolve(product, np.array(space.counts(alive), dtype=object))
-            else:
-                product = np.convolve(product, space.weights_by_size(alive))
-        free = np.flatnonzero(~self.sets.any(axis=0))
+        free = self.units - int(self.sets.any(axis=0).sum())
         if self.odds is None:
-            return np.convolve(product, np.array([comb(len(free), k) for k in range(len(free) + 1)], object)).tolist()
-        for unit in free:
-            product = np.convolve(product, [1.0, self.odds[unit]])
-        return product.tolist()
+            # Python's whole numbers: binomials of some hundred nodes exceed every fixed size.
+            counts = np.array([comb(free, lost) for lost in range(free + 1)], dtype=object)
+            for units, sets in parts:
+                space = loss_space(len(units))
+                alive = space.counts(space.complement(space.killed(node_masks(sets))))
+                counts = np.convolve(counts, np.array(alive, dtype=object))
+            return counts.tolist()
+        weight = np.ones(1)
+        for units, sets in parts:
+            space = loss_space(len(units), tuple(self.odds[units].tolist()))
+            weight = np.convolve(weight, space.weights_by_size(space.complement(space.killed(node_masks(sets)))))
+        for unit in np.flatnonzero(~self.sets.any(axis=0)):
+            weight = np.convolve(weight, [1.0, self.odds[unit]])
+        return weight.tolist()
 
     def _listed(self, k: int) -> float:
         lost = np.array(list(combinations(range(self.units), k)), dtype=np.int64)
@@ -219,8 +219,8 @@ def _held(plan: Plan, rank_unit: IntArray, units: int) -> BoolArray:
     tables = []
     for layer in plan.layers:
         held = np.zeros((layer.num_experts, units), dtype=bool)
-        for rank, row in enumerate(layer.slots):
-            held[list(row), rank_unit[rank]] = True
+        replicas = replica_table(layer.slots)
+        held[replicas[:, 2], rank_unit[replicas[:, 0]]] = True
         tables.append(np.packbits(held, axis=1))
     return np.unpackbits(np.unique(np.concatenate(tables), axis=0), axis=1, count=units).astype(bool)
 
