@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -93,8 +94,6 @@ class LazarusEngine:
 
     def _bind_plan(self) -> None:
         """Make layers, gradient exchange and norm follow ``self.plan``."""
-        import numpy as np
-
         nodes = np.asarray(self.plan.rank_nodes, dtype=np.int64)
         holders = []
         self._norm_slots = []

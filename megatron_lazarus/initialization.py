@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,7 @@ from megatron_lazarus.moe.optimizer import optimizer_kind, record_state_names
 from megatron_lazarus.moe.records import MASTER, PARAMETER, RecordBuffer
 from megatron_lazarus.patches import ALL, apply_all
 from megatron_lazarus.planning.plan import Placement, Plan
+from megatron_lazarus.planning.planner import make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ def initialize(
         mesh_param=mesh_param,
     )
     context = StepContext()
-    plan = plan or _static_plan(layers, section, _rank_nodes(world_size))
+    plan = plan or _initial_plan(layers, section, _rank_nodes(world_size))
     _check_plan(plan, layers, world_size)
     state_names = record_state_names(ds_engine.basic_optimizer)
     buffers = []
@@ -231,22 +233,16 @@ def _rank_nodes(world_size: int) -> tuple[int, ...]:
     return tuple(order.index(entry) for entry in labels)
 
 
-def _static_plan(layers: list[MoELayer], config: LazarusConfig, rank_nodes: tuple[int, ...]) -> Plan:
-    """Deal replicas out in rounds, so that neighbours in a round sit on different ranks."""
-    world = len(rank_nodes)
-    placements = []
-    for layer in layers:
-        slots = slots_per_rank(config.experts, layer.num_experts, world)
-        rows: list[list[int]] = [[] for _ in range(world)]
-        for index in range(max(layer.num_experts, min(slots * world, layer.num_experts * world))):
-            expert, turn = index % layer.num_experts, index // layer.num_experts
-            for shift in range(world):
-                rank = (expert + turn + shift) % world
-                if len(rows[rank]) < slots and expert not in rows[rank]:
-                    rows[rank].append(expert)
-                    break
-        placements.append(Placement(layer.num_experts, tuple(map(tuple, rows))))
-    return Plan(tuple(placements), rank_nodes)
+def _initial_plan(layers: list[MoELayer], config: LazarusConfig, rank_nodes: tuple[int, ...]) -> Plan:
+    """Before any load is known every expert counts the same. Layers of one size are planned together."""
+    placements: dict[int, Placement] = {}
+    for num_experts in dict.fromkeys(layer.num_experts for layer in layers):
+        indices = [index for index, layer in enumerate(layers) if layer.num_experts == num_experts]
+        slots = slots_per_rank(config.experts, num_experts, len(rank_nodes))
+        replicas = min(config.experts.min_replicas, len(set(rank_nodes)))
+        plan = make_plan(np.ones((len(indices), num_experts)), rank_nodes, slots, replicas)
+        placements.update(zip(indices, plan.layers, strict=True))
+    return Plan(tuple(placements[index] for index in range(len(layers))), rank_nodes)
 
 
 def _check_plan(plan: Plan, layers: list[MoELayer], world_size: int) -> None:

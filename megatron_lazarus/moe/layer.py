@@ -17,6 +17,9 @@ from megatron_lazarus.moe.dispatch import Dispatch, IntArray, plan_dispatch
 from megatron_lazarus.moe.experts import Experts
 from megatron_lazarus.moe.gating import Gate, GateSettings
 
+# torch 2.13 renamed it and warns at every use of the old name.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class MoELayer(nn.Module):
     """Mixture-of-Experts layer with the arguments of ``deepspeed.moe.layer.MoE`` and some of its own.
@@ -160,7 +163,7 @@ class MoELayer(nn.Module):
         if world == 1:
             return counts.cpu().numpy()[:, None]
         gathered = counts.new_empty(world * counts.numel())
-        dist.all_gather_into_tensor(gathered, counts, group=self._group)
+        _all_gather(gathered, counts, group=self._group)
         return gathered.cpu().numpy().reshape(world, -1).T
 
     def _with_residual(self, hidden_states: Tensor, output: Tensor) -> Tensor:
