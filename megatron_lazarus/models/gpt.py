@@ -99,7 +99,7 @@ class PretrainGPT(nn.Module):
             raise RuntimeError("PretrainGPT needs torch.distributed to be initialised; a world of one will do")
         self.config = config
         with torch.random.fork_rng(devices=[]), mcore.quiet_build():
-            torch.manual_seed(config.seed)
+            torch.default_generator.manual_seed(config.seed)
             self.gpt = _GPT(config, moe_layer or _default_moe_layer())
 
     def forward(

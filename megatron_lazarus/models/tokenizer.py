@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,15 @@ BYTE_LEVEL = "ByteLevelTokenizer"
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 NEEDS_MODEL = ("HuggingFaceTokenizer", "TikTokenizer", *SENTENCEPIECE)
 TOKENIZER_TYPES = (BYTE_LEVEL, "GPT2BPETokenizer", *NEEDS_MODEL)
+_LIBRARIES: dict[str, tuple[str, dict[str, Any]]] = {
+    BYTE_LEVEL: (
+        "byte-level",
+        {"vocab_size": 256, "special_tokens": ["<eod>", "<pad>"], "_eos_id": 257, "_pad_id": 256},
+    ),
+    "HuggingFaceTokenizer": ("huggingface", {"use_fast": True}),
+    "TikTokenizer": ("tiktoken", {}),
+    **dict.fromkeys(SENTENCEPIECE, ("sentencepiece", {})),
+}
 
 
 @dataclass(frozen=True)
@@ -78,13 +91,23 @@ def build_tokenizer(
     if tokenizer_type != "HuggingFaceTokenizer" and tokenizer_model and not Path(tokenizer_model).is_file():
         raise ValueError(f"--tokenizer-model is {tokenizer_model}, which is not a file")
 
-    library, path, options = _library(tokenizer_type, tokenizer_model, vocab_file, merge_file)
     try:
-        return MegatronTokenizer.from_pretrained(path, {"library": library}, **options)
-    except (ImportError, NameError) as error:
+        if tokenizer_type == "GPT2BPETokenizer":
+            with _gpt2_folder(Path(str(vocab_file)), Path(str(merge_file))) as folder:
+                tokenizer = MegatronTokenizer.from_pretrained(folder, {"library": "huggingface"}, use_fast=True)
+            # Megatron Core names its sample indices after the path; the folder's name is another each time.
+            tokenizer.path = vocab_file
+            return tokenizer
+        library, options = _LIBRARIES[tokenizer_type]
+        if library == "tiktoken":
+            # Megatron Core gives 1000 ids to special tokens and wants the total, at most 2**17, to fit exactly.
+            entries = json.loads(Path(str(tokenizer_model)).read_text(encoding="utf-8"))
+            options = {"num_special_tokens": 1000, "vocab_size": min(len(entries) + 1000, 2**17)}
+        return MegatronTokenizer.from_pretrained(tokenizer_model, {"library": library}, **options)
+    except (ImportError, NameError, OSError, AssertionError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"--tokenizer-type {tokenizer_type} needs a package that is not installed ({error}); "
-            "install megatron_lazarus[tokenizers]"
+            f"--tokenizer-type {tokenizer_type} cannot be built ({error}); are its files right, and "
+            "megatron_lazarus[tokenizers] installed?"
         ) from error
 
 
@@ -100,16 +123,13 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     return -(-vocab_size // divisible_by) * divisible_by
 
 
-def _library(
-    tokenizer_type: str, model: str | None, vocab_file: str | None, merge_file: str | None
-) -> tuple[str, str | None, dict[str, Any]]:
-    if tokenizer_type == BYTE_LEVEL:
-        options = {"vocab_size": 256, "special_tokens": ["<eod>", "<pad>"], "_eos_id": 257, "_pad_id": 256}
-        return "byte-level", None, options
-    if tokenizer_type == "GPT2BPETokenizer":
-        return "megatron", tokenizer_type, {"vocab_file": vocab_file, "merges_file": merge_file}
-    if tokenizer_type == "HuggingFaceTokenizer":
-        return "huggingface", model, {"vocab_file": vocab_file, "merges_file": merge_file}
-    if tokenizer_type == "TikTokenizer":
-        return "tiktoken", model, {}
-    return "sentencepiece", model, {}
+@contextmanager
+def _gpt2_folder(vocab_file: Path, merge_file: Path) -> Iterator[str]:
+    """A folder that Hugging Face takes for GPT-2's: Megatron Core's own class wants to download it by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(vocab_file, Path(folder, "vocab.json"))
+        shutil.copy(merge_file, Path(folder, "merges.txt"))
+        end = "<|endoftext|>"
+        settings = {"tokenizer_class": "GPT2Tokenizer", "bos_token": end, "eos_token": end, "unk_token": end}
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        yield folder

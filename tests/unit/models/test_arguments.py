@@ -169,6 +169,18 @@ def test_tokenizer_options_are_checked(tmp_path: Path) -> None:
     assert padded_vocab_size(256, 128) == 256
 
 
+def test_gpt2_files_are_read_without_a_download(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    characters = [chr(code) for code in range(33, 127)] + ["\u0120", "he", "<|endoftext|>"]
+    vocabulary = write(tmp_path / "v.json", {character: number for number, character in enumerate(characters)})
+    (tmp_path / "m.txt").write_text("#version: 0.2\nh e\n", encoding="utf-8")
+    tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=vocabulary, merge_file=str(tmp_path / "m.txt"))
+    again = build_tokenizer("GPT2BPETokenizer", vocab_file=vocabulary, merge_file=str(tmp_path / "m.txt"))
+    assert tokenizer.detokenize(tokenizer.tokenize("she said hey")) == "she said hey"
+    assert (tokenizer.vocab_size, tokenizer.eod) == (97, 96)
+    assert tokenizer.unique_identifiers == again.unique_identifiers
+
+
 def test_byte_level_is_lossless() -> None:
     tokenizer = build_tokenizer("ByteLevelTokenizer")
     text = "zero \x00 one \x01 and café"
