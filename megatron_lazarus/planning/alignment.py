@@ -26,14 +26,16 @@ def align(layers: Sequence[IntArray], space: LossSpace, alike: IntArray) -> list
         if killed[layer] & ~joint and joint:
             order = np.arange(space.nodes)
             sets, family = masks[layer], joint | killed[layer]
+            loss = space.loss(family)
             improved = True
             while improved:
                 improved = False
                 for one, two in pairs:
                     exchanged = [_exchanged(mask, one, two) for mask in sets]
                     candidate = joint | space.killed(exchanged)
-                    if candidate != family and space.loss(candidate) < space.loss(family):
+                    if candidate & family != family and space.improves(candidate, loss):
                         sets, family, improved = exchanged, candidate, True
+                        loss = space.loss(family)
                         order[[one, two]] = order[[two, one]]
             result[layer] = result[layer][:, order]
             killed[layer] = space.killed(sets)

@@ -6,6 +6,9 @@ from __future__ import annotations
 def micro_batches(total: int, world_size: int) -> tuple[range, ...]:
     """Micro-batch numbers of each rank: contiguous shares that differ by at most one, the larger ones first.
 
+    Stable under changes of the world: a number means the same samples whoever runs it, and read in rank order the
+    shares are 0, 1, …, total - 1 for every world size. Ranks beyond ``total`` get an empty share.
+
     Raises ValueError unless ``total`` >= 1 and ``world_size`` >= 1.
     """
     if total < 1:

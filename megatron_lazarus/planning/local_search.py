@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 
 import numpy as np
 
@@ -28,37 +29,44 @@ class Search:
 
     def descend(self) -> None:
         """Take improving exchanges until there is none left."""
-        while self._improve():
-            pass
-
-    def _improve(self) -> bool:
-        experts = range(len(self.counts))
-        return any(self._exchange(one, two) for one in experts for two in experts[one + 1 :])
+        pairs = list(combinations(range(len(self.counts)), 2))
+        at, in_vain = 0, 0
+        while in_vain < len(pairs):
+            if self._exchange(*pairs[at]):
+                in_vain = 0
+            else:
+                at, in_vain = (at + 1) % len(pairs), in_vain + 1
 
     def _exchange(self, one: int, two: int) -> bool:
         """Make the first improving exchange of a replica of ``one`` with a replica of ``two``, if there is any."""
         supersets = self.space.supersets
         rest = self.space.killed(mask for expert, mask in enumerate(self.masks) if expert not in (one, two))
-        ones, twos = self.counts[one], self.counts[two]
-        for here, count in enumerate(ones):
-            if not count:
-                continue
-            for there, other in enumerate(twos):
-                if not other or here == there:
+        if self.family == rest:
+            return False
+        sources, targets = self._withdrawals(one), self._withdrawals(two)
+        for here, left_one in sources:
+            for there, left_two in targets:
+                if here == there:
                     continue
-                mask_one = _moved(self.masks[one], ones, here, there)
-                mask_two = _moved(self.masks[two], twos, there, here)
+                mask_one, mask_two = left_one | there, left_two | here
+                family = rest | supersets(mask_one) | supersets(mask_two)
+                if family & self.family == self.family or not self.space.improves(family, self.loss):
+                    continue
                 if mask_one.bit_count() < self.promised[one] or mask_two.bit_count() < self.promised[two]:
                     continue
-                family = rest | supersets(mask_one) | supersets(mask_two)
-                if self.family & ~family == 0:
-                    continue
-                loss = self.space.loss(family)
-                if loss < self.loss:
-                    self._apply(one, two, here, there)
-                    self.family, self.loss = family, loss
-                    return True
+                self._apply(one, two, here.bit_length() - 1, there.bit_length() - 1)
+                self.family, self.loss = family, self.space.loss(family)
+                return True
         return False
+
+    def _withdrawals(self, expert: int) -> list[tuple[int, int]]:
+        """For each node that holds the expert: the node's bit, and the expert's nodes without one replica there."""
+        mask = self.masks[expert]
+        return [
+            (1 << node, mask if count > 1 else mask ^ (1 << node))
+            for node, count in enumerate(self.counts[expert])
+            if count
+        ]
 
     def _apply(self, one: int, two: int, here: int, there: int) -> None:
         self.masks[one] = _moved(self.masks[one], self.counts[one], here, there)

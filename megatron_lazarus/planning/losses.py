@@ -74,6 +74,16 @@ class LossSpace:
             return self.counts(family)
         return tuple(float(f"{weight:.12g}") for weight in self.weights_by_size(family))
 
+    def improves(self, family: int, loss: tuple[float, ...]) -> bool:
+        """Whether ``self.loss(family) < loss``, found without counting more than it takes."""
+        if self._odds is not None:
+            return self.loss(family) < loss
+        for layer, count in zip(self._of_size, loss, strict=True):
+            members = (family & layer).bit_count()
+            if members != count:
+                return members < count
+        return False
+
     def weights_by_size(self, family: int) -> FloatArray:
         """Sum over the family's members of their nodes' product of weights, by number of lost nodes, shape [n+1]."""
         length = 1 << self.nodes

@@ -17,7 +17,7 @@ from megatron_lazarus.planning.losses import LossSpace, loss_space, node_masks
 from megatron_lazarus.planning.mro import Groups, core, group_nodes, level_groups, paper_groups
 
 SEARCHED_NODES = 12
-_SPLITS = 64
+_SPLITS = 16
 
 
 def place_replicas(
@@ -132,7 +132,7 @@ class NodePlacer:
         if len(self.slots) <= SEARCHED_NODES:
             space = self._space()
             ranked = sorted(candidates, key=lambda counts: space.loss(space.killed(node_masks(counts > 0))))
-            # Thorough where every case is checked against brute force; beyond, within milliseconds.
+            # Thorough where every case is compared with brute force; beyond, a few milliseconds a layer.
             starts, shakes = (3, 30) if len(self.slots) <= 6 else (2, 2)
             return search(ranked[:starts], promised, space, shakes)
         return min(candidates, key=_smallest_sets)

@@ -64,6 +64,26 @@ def make_plan(
     return Plan(tuple(placements), tuple(int(node) for node in rank_nodes))
 
 
+def rank_loads(plan: Plan, loads: npt.ArrayLike) -> FloatArray:
+    """Expected tokens of each rank, shape [layers, ranks], if every replica takes an equal part of its expert's tokens.
+
+    ``loads`` [layers, experts]. Raises ValueError if it does not fit the plan.
+    """
+    table = token_loads(loads, (2,))
+    shape = (len(plan.layers), plan.layers[0].num_experts)
+    if table.shape != shape:
+        raise ValueError(f"loads has shape {table.shape}; for this plan it must be {shape}")
+    counts = [layer.replica_counts() for layer in plan.layers]
+    return np.stack([(row / held.sum(axis=1)) @ held for row, held in zip(table, counts, strict=True)])
+
+
+def balance(plan: Plan, loads: npt.ArrayLike) -> FloatArray:
+    """Largest over mean expected load of a rank in each layer (1 is even, and so is a layer without load), [layers]."""
+    tokens = rank_loads(plan, loads)
+    mean = tokens.mean(axis=1)
+    return np.where(mean > 0, tokens.max(axis=1) / np.where(mean > 0, mean, 1), 1.0)
+
+
 def node_positions(rank_nodes: Sequence[int]) -> tuple[list[int], IntArray]:
     """The nodes in ascending order, and for each rank the position of its node. Raises ValueError if there is none."""
     if len(rank_nodes) == 0:
