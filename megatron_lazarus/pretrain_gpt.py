@@ -226,7 +226,8 @@ def _init_distributed() -> None:
     elif not dist.is_initialized():
         # Started without a launcher: a world of one, which needs no address.
         os.environ["LOCAL_RANK"] = "0"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def _engine(args: argparse.Namespace, config: dict[str, Any], model_configuration: GPTConfig) -> Any:
