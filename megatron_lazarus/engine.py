@@ -133,12 +133,14 @@ class LazarusEngine:
             self.deepspeed_engine.set_gradient_accumulation_boundary(index == rounds - 1)
             self._context.ghost = ghost
             loss, metrics = self._forward(arguments)
+            self._log_memory()
             self._backward(loss * (0.0 if ghost else 1.0 / total))
             for name, value in {"loss": loss, **metrics}.items():
                 term = value.detach().double() * (0.0 if ghost else 1.0)
                 sums[name] = sums[name] + term if name in sums else term
         self._context.ghost = False
-        return self._finish_step(sums, total, f"samples of micro-batches {step * total}..{(step + 1) * total - 1}")
+        first, size = step * self.sizes.global_batch_size, self.sizes.global_batch_size
+        return self._finish_step(sums, total, f"samples {first}..{first + size - 1}")
 
     def eval_batch(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
         """Mean loss and metrics over ``micro_batch_fn(step, 0..num_micro_batches-1)``, without gradients."""
@@ -169,7 +171,15 @@ class LazarusEngine:
         return self.deepspeed_engine.forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward of one micro-batch of this rank's ``gradient_accumulation_steps``; returns the scaled loss."""
+        """Backward of one micro-batch of this rank's ``gradient_accumulation_steps``; returns the scaled loss.
+
+        Raises RuntimeError if the global batch cannot be shared out evenly, which only ``train_batch`` can do.
+        """
+        if self.sizes.micro_batches % self.world_size:
+            raise RuntimeError(
+                f"{self.sizes.micro_batches} micro-batches of a global batch do not divide by {self.world_size} ranks; "
+                "a loop of your own needs that it does, engine.train_batch does not"
+            )
         accumulation = self.deepspeed_engine.gradient_accumulation_steps()
         scale = 1.0 / (self.world_size * (accumulation if scale_wrt_gas else 1))
         self._context.loss_scale = scale
@@ -225,7 +235,7 @@ class LazarusEngine:
         step = self.global_steps
         self._replica_gradients.reduce()
         dense = [p.grad for p in self._dense if p.grad is not None]
-        dense_squared, expert_squared = _squared_norm(dense), _squared_norm(self._norm_slots)
+        dense_squared, expert_squared = (_squared_norm(some, self.device) for some in (dense, self._norm_slots))
         finite = torch.isfinite(dense_squared) & torch.isfinite(expert_squared)
         if self.rank != 0:
             dense_squared = torch.zeros_like(dense_squared)
@@ -249,7 +259,6 @@ class LazarusEngine:
             layer.load[:] = 0
         for buffer in self._buffers:
             buffer.gradients.zero_()
-        self._log_memory()
         return StepResult(step=step, loss=loss, metrics=means, grad_norm=norm, skipped=refused is not None)
 
     def _commit(self, norm: float, dense: list[Tensor], lr_kwargs: Mapping[str, Any] | None) -> None:
@@ -281,7 +290,8 @@ class LazarusEngine:
         return vector.tolist()
 
     def _log_memory(self) -> None:
-        if self._memory_logged or not self._layers or self._layers[0].tokens_in_last_forward == 0:
+        """Once, after the first forward: what dropless routing may cost before any backward runs."""
+        if self._memory_logged or not self._layers:
             return
         self._memory_logged = True
         sizes = [layer.peak_activation_bytes(layer.tokens_in_last_forward) for layer in self._layers]
@@ -366,9 +376,9 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _squared_norm(tensors: list[Tensor]) -> Tensor:
+def _squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Sum of squares in float64, as a scalar tensor."""
     if not tensors:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
     return torch.stack(norms).square().sum()

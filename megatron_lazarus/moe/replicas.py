@@ -74,7 +74,14 @@ class ReplicaGradients:
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._rank, self._world_size, self._group, self._backend = rank, world_size, group, backend
-        self._buffers = buffers
+        self._dtype_source = buffers[0].gradients if buffers else torch.empty(0)
+        self._mirrors = [
+            (buffer.gradients[slot], buffer.gradients[first[expert]])
+            for buffer in buffers
+            for first in (buffer.first_slots(),)
+            for slot, expert in enumerate(buffer.experts)
+            if slot != first[expert]
+        ]
         self._buckets: list[list[_Shared]] = []
         size = 0
         for buffer, layer_holders in zip(buffers, holders, strict=True):
@@ -95,15 +102,12 @@ class ReplicaGradients:
         if self._any_shared:
             for bucket in self._buckets:
                 self._reduce_bucket(bucket)
-        for buffer in self._buffers:
-            first = buffer.first_slots()
-            for slot, expert in enumerate(buffer.experts):
-                if slot != first[expert]:
-                    buffer.gradients[slot].copy_(buffer.gradients[first[expert]])
+        for mirror, computed in self._mirrors:
+            mirror.copy_(computed)
 
     def _reduce_bucket(self, bucket: list[_Shared]) -> None:
         world, me = range(self._world_size), self._rank
-        like = self._buffers[0].gradients
+        like = self._dtype_source
         outgoing: list[list[Tensor]] = [[] for _ in world]
         mine = [shared.part(me) for shared in bucket]
         for shared in bucket:

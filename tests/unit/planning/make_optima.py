@@ -63,7 +63,9 @@ def optima(nodes: int, slots: int, minimum: int, replicas: tuple[int, ...]) -> t
         reached = merge({free: undominated(families) for free, families in following.items()}, nodes)
     by_size = [sum(1 << loss for loss in range(1 << nodes) if loss.bit_count() == lost) for lost in range(nodes + 1)]
     vectors = [
-        tuple((family & layer).bit_count() for layer in by_size[1:]) for families in reached.values() for family in families
+        tuple((family & layer).bit_count() for layer in by_size[1:])
+        for families in reached.values()
+        for family in families
     ]
     return [min(column) for column in zip(*vectors, strict=True)], list(min(vectors))
 
@@ -90,7 +92,9 @@ def merge(reached: dict[tuple[int, ...], set[int]], nodes: int) -> dict[tuple[in
 
 def canonical(families: set[int], free: tuple[int, ...], nodes: int) -> set[int]:
     """One family of those that differ by an exchange of nodes with equal free slots."""
-    orders = [order for order in permutations(range(nodes)) if all(free[a] == b for a, b in zip(order, free, strict=True))]
+    orders = [
+        order for order in permutations(range(nodes)) if all(free[a] == b for a, b in zip(order, free, strict=True))
+    ]
     renamings = [
         [sum((loss >> node & 1) << place for place, node in enumerate(order)) for loss in range(1 << nodes)]
         for order in orders
