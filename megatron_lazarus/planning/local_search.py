@@ -49,7 +49,7 @@ class Search:
                 if here == there:
                     continue
                 mask_one, mask_two = left_one | there, left_two | here
-                family = rest | supersets(mask_one) | supersets(mask_two)
+                family = rest | supersets[mask_one] | supersets[mask_two]
                 if family & self.family == self.family or not self.space.improves(family, self.loss):
                     continue
                 if mask_one.bit_count() < self.promised[one] or mask_two.bit_count() < self.promised[two]:

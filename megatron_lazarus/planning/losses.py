@@ -13,6 +13,20 @@ from megatron_lazarus.planning.checks import FloatArray
 COUNTABLE_NODES = 20
 
 
+class _Supersets(dict[int, int]):
+    """Node set -> family of the losses that contain it: those that kill an expert held by these nodes alone."""
+
+    def __init__(self, everything: int, containing: list[int]) -> None:
+        super().__init__({0: everything})
+        self._containing = containing
+
+    def __missing__(self, node_set: int) -> int:
+        low = node_set & -node_set
+        family = self[node_set ^ low] & self._containing[low.bit_length() - 1]
+        self[node_set] = family
+        return family
+
+
 class LossSpace:
     """All 2^n sets of lost nodes, as the bits of one integer: bit L stands for the set whose members are L's bits.
 
@@ -23,9 +37,8 @@ class LossSpace:
     def __init__(self, nodes: int, weights: Sequence[float] | None = None) -> None:
         """``weights`` (one a node): odds that the node is among the lost, for ``loss``; equal if None."""
         self.nodes = nodes
-        self._containing = [self._sets_containing(node) for node in range(nodes)]
         self._everything = (1 << (1 << nodes)) - 1
-        self._supersets: dict[int, int] = {0: self._everything}
+        self.supersets = _Supersets(self._everything, [self._sets_containing(node) for node in range(nodes)])
         sizes = np.zeros(1, dtype=np.int64)
         odds = np.ones(1)
         for node in range(nodes):
@@ -41,20 +54,11 @@ class LossSpace:
         repeats = 1 << (self.nodes - node - 1)
         return block * (((1 << (2 * half * repeats)) - 1) // ((1 << (2 * half)) - 1))
 
-    def supersets(self, node_set: int) -> int:
-        """Family of the losses that contain ``node_set``: those that kill an expert held by these nodes alone."""
-        family = self._supersets.get(node_set)
-        if family is None:
-            low = node_set & -node_set
-            family = self.supersets(node_set ^ low) & self._containing[low.bit_length() - 1]
-            self._supersets[node_set] = family
-        return family
-
     def killed(self, node_sets: Iterable[int]) -> int:
         """Family of the losses that kill any of the experts held by these node sets."""
         family = 0
         for node_set in set(node_sets):
-            family |= self.supersets(node_set)
+            family |= self.supersets[node_set]
         return family
 
     def complement(self, family: int) -> int:

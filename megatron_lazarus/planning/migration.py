@@ -156,23 +156,20 @@ class _Work:
         # Every handing over lowers the sum of squares of what ranks send, so this ends.
         while len(starts):
             load = self._sent[worker]
-            sending = np.where(share > 0, load, -1)
-            uneven = np.flatnonzero(np.maximum.reduceat(sending, starts) >= np.minimum.reduceat(load, starts) + 2)
+            most = np.maximum.reduceat(np.where(share > 0, load, -1), starts)
+            uneven = np.flatnonzero(most >= np.minimum.reduceat(load, starts) + 2)
             if not len(uneven):
                 break
             sent = self._sent.tolist()
             for start, end in zip(starts[uneven].tolist(), ends[uneven].tolist(), strict=True):
                 ranks, shares = worker[start:end].tolist(), share[start:end].tolist()
                 loads = [sent[rank] for rank in ranks]
-                while True:
-                    least = min(loads)
-                    most = max(load for load, count in zip(loads, shares, strict=True) if count)
-                    if most < least + 2:
-                        break
-                    giver = next(p for p, load in enumerate(loads) if load == most and shares[p])
-                    for place, change in ((giver, -1), (loads.index(least), 1)):
+                sending = [load if count else -1 for load, count in zip(loads, shares, strict=True)]
+                while (highest := max(sending)) >= min(loads) + 2:
+                    for place, change in ((sending.index(highest), -1), (loads.index(min(loads)), 1)):
                         shares[place] += change
                         loads[place] += change
+                        sending[place] = loads[place] if shares[place] else -1
                 for rank, load in zip(ranks, loads, strict=True):
                     sent[rank] = load
                 share[start:end] = shares
