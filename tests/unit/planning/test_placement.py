@@ -105,7 +105,7 @@ def test_every_loss_below_the_minimum_is_survived(nodes):
                 assert survives_every_loss(plan, minimum - 1), (nodes, slots, experts, minimum)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_every_expert_has_its_promised_distinct_nodes(data):
     """Beyond exhaustive sizes, uneven nodes and several ranks a node included; also where slots are short."""
