@@ -90,7 +90,7 @@ class _Job:
         started = time.monotonic()
         self._load()
         progress = Progress(args, tera_flops_per_step(self.model, args.global_batch_size))
-        saved = None
+        saved = engine.global_steps
         while engine.global_steps < args.train_iters:
             result = engine.train_batch(self.batches["train"].micro_batch)
             iteration = engine.global_steps

@@ -14,7 +14,7 @@ from megatron_lazarus.models.gpt import GPTConfig, PretrainGPT
 from megatron_lazarus.models.megatron import AttnMaskType, TransformerConfig
 from megatron_lazarus.models.parallel_state import SoloGroup
 
-pytestmark = pytest.mark.usefixtures("world_of_one")
+pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore:full scope is deprecated")]
 
 
 def config(**changes: Any) -> GPTConfig:
