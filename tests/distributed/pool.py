@@ -29,11 +29,12 @@ from tests.distributed.worker import DUMP_SIGNAL
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LIVE_WORKERS = 10
 START_LIMIT_S = 180.0
-RESET_LIMIT_S = 15.0
+RESET_LIMIT_S = 60.0
 # How long the other ranks may take to notice that one has failed; their tracebacks help to understand it.
 GRACE_S = 5.0
 # Below the test's own limit, so that a rank left alone in a collective says so itself.
 GROUP_LIMIT_SHARE = 0.8
+RESET = "reset"
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,14 @@ class Worker:
         )
         theirs.close()
 
-    def receive(self) -> tuple[Any, ...] | None:
+    def receive(self) -> Any:
         """The worker's next message, or None if it has died."""
         try:
-            return tuple(self.connection.recv())
+            return self.connection.recv()
         except (EOFError, OSError):
             return None
 
-    def send(self, request: tuple[Any, ...]) -> None:
+    def send(self, request: object) -> None:
         # If it has died, whoever waits for the answer finds out, with the exit status.
         with contextlib.suppress(OSError):
             self.connection.send(request)
@@ -127,7 +128,6 @@ class Pool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.generation = 0
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = int(listener.getsockname()[1])
             # The store listens on every interface unless it is given a socket.
@@ -158,20 +158,21 @@ class Pool:
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout
         payload = pickle.dumps((function, arguments))
-        self.generation += 1
         for worker in self.workers:
             worker.output.clear()
             worker.stacks.clear()
         reusable = False
         try:
             for worker in self.workers:
-                worker.send(("call", self.generation, timeout * GROUP_LIMIT_SHARE, sys.path, payload))
+                worker.send((timeout * GROUP_LIMIT_SHARE, sys.path, payload))
             results, failures = self._collect(deadline)
             reusable = not any(failure.kind in ("died", "timeout") for failure in failures)
         finally:
             # Also after ctrl-C, or a result that cannot be unpickled here: answers nobody reads would follow.
             if reusable:
-                self._start_reset()
+                self._ready_limit = RESET_LIMIT_S
+                for worker in self.workers:
+                    worker.send(RESET)
             else:
                 self.close()
         if failures:
@@ -198,12 +199,6 @@ class Pool:
             if failures:
                 deadline = min(deadline, failures[0].when + GRACE_S)
         return results, failures + self._dump_stacks(waiting)
-
-    def _start_reset(self) -> None:
-        # Only now that every rank has finished: one that closed its sockets earlier would fail the others' collectives.
-        self._ready_limit = RESET_LIMIT_S
-        for worker in self.workers:
-            worker.send(("reset",))
 
     def close(self) -> None:
         """Kill the workers and what they started."""

@@ -42,6 +42,7 @@ def fail_on_rank_one(rank: int, world_size: int) -> None:
 def sleep_on_rank_zero(rank: int, world_size: int) -> None:
     if rank == 0:
         time.sleep(600)
+    distributed.barrier()
 
 
 def end_rank_one(rank: int, world_size: int, how: int) -> None:
@@ -185,7 +186,9 @@ def test_a_time_out_dumps_the_stacks_and_ends_the_pool(workers: Pools) -> None:
     old = workers(2)(process_id)
     with pytest.raises(WorkersFailed) as caught:
         workers(2)(sleep_on_rank_zero, timeout=5)
-    (hung,) = caught.value.failures
+    waiting, hung = caught.value.failures
+    assert (waiting.rank, waiting.kind) == (1, "RuntimeError")
+    assert "Timed out waiting 4000ms" in waiting.detail
     assert (hung.rank, hung.kind) == (0, "timeout")
     assert "in sleep_on_rank_zero" in hung.detail
     assert alive(old) == []
@@ -288,7 +291,8 @@ def test_nothing_outlives_the_session(tmp_path: Path, end: str) -> None:
 
 HELLO = """
 import os, subprocess, sys, time
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[-1], flush=True)
+# One write, since both ranks write to the same file.
+sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[-1]}\\n")
 if sys.argv[-1] == "orphan":
     subprocess.Popen(["sleep", "601"], start_new_session=True)
 if sys.argv[-1] == "hang":

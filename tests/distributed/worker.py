@@ -5,9 +5,11 @@ Started by ``pool.py`` as ``python -m tests.distributed.worker RANK WORLD_SIZE C
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -27,7 +29,9 @@ from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: i
 # SIGUSR1 and SIGTERM belong to the code under test, which installs handlers of its own.
 DUMP_SIGNAL = int(signal.SIGRTMIN)
 PR_SET_PDEATHSIG = 1
-STORE_LIMIT = timedelta(seconds=60)
+READY = "ready"
+# Long, because it says nothing about the test: on a busy machine a connection was seen to take eight seconds.
+JOIN_LIMIT = timedelta(seconds=40)
 
 
 def die_with_parent(parent: int) -> None:
@@ -37,7 +41,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def join_world(store: TCPStore, generation: int, rank: int, world_size: int, group_limit: float) -> None:
+def join_world(store: TCPStore, generation: int, rank: int, world_size: int) -> None:
     """Build a new default process group that torch and DeepSpeed share."""
     import deepspeed
     import deepspeed.comm
@@ -45,13 +49,18 @@ def join_world(store: TCPStore, generation: int, rank: int, world_size: int, gro
 
     # Its build takes a lock without an owner: a worker killed meanwhile would block DeepSpeed on the whole machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    limit = timedelta(seconds=group_limit)
-    # Groups made without a time-out of their own, as DeepSpeed's are, would else wait for half an hour.
-    distributed_c10d.default_pg_timeout = limit
     prefix = PrefixStore(f"generation{generation}", store)
-    distributed.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size, timeout=limit)
+    distributed.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size, timeout=JOIN_LIMIT)
     if deepspeed.comm.comm.cdb is None:
         deepspeed.init_distributed("gloo", verbose=False)
+
+
+def limit_collectives(seconds: float) -> None:
+    """Have a collective whose peers do not come fail after so long."""
+    limit = timedelta(seconds=seconds)
+    distributed_c10d._set_pg_timeout(limit)
+    # Groups made without a time-out of their own, as DeepSpeed's are, would else wait for half an hour.
+    distributed_c10d.default_pg_timeout = limit
 
 
 def leave_world() -> None:
@@ -89,7 +98,6 @@ def reset(environment: dict[str, str]) -> None:
     if torch.are_deterministic_algorithms_enabled():
         # Not unconditionally: it imports torch's compiler, which takes seconds.
         torch.use_deterministic_algorithms(False)
-    seed_everything()
     gc.collect()
 
 
@@ -121,37 +129,31 @@ def main() -> None:
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(DUMP_SIGNAL, file=stacks_fd, all_threads=True)
     connection = Connection(connection_fd)
-    store = TCPStore("127.0.0.1", store_port, is_master=False, timeout=STORE_LIMIT)
+    store = TCPStore("127.0.0.1", store_port, is_master=False, timeout=JOIN_LIMIT)
     import deepspeed  # noqa: F401  (the import is what makes a pool worth keeping)
 
-    torch.set_num_threads(1)
-    seed_everything()
     environment = dict(os.environ)
     # The collections after each test then skip the half million objects of torch and DeepSpeed.
     gc.collect()
     gc.freeze()
-    connection.send(("ready",))
-    while True:
-        try:
-            request = connection.recv()
-        except EOFError:
-            return
-        if request[0] == "reset":
-            reset(environment)
-            connection.send(("ready",))
-            continue
-        _, generation, group_limit, sys.path[:], payload = request
-        try:
-            join_world(store, generation, rank, world_size, group_limit)
-        except Exception as error:
-            answer: tuple[Any, ...] = ("raised", time.monotonic(), type(error).__name__, traceback.format_exc())
-        else:
-            answer = run(payload, rank, world_size)
+    for generation in itertools.count():
+        # Every test gets a new world, built while the parent is busy with something else. One that cannot be built ends
+        # the worker, and with it the pool: torch counts failed attempts, and ranks that disagree never meet again.
+        reset(environment)
+        join_world(store, generation, rank, world_size)
+        seed_everything()
+        connection.send(READY)
+        group_limit, sys.path[:], payload = connection.recv()
+        limit_collectives(group_limit)
+        answer = run(payload, rank, world_size)
         connection.send(answer)
         if answer[0] == "raised":
             # Peers that wait for this rank in a collective notice at once when its sockets close.
             leave_world()
+        # Not before every rank has answered: closing sockets earlier would fail the others' last collectives.
+        connection.recv()
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(EOFError):
+        main()
