@@ -31,6 +31,9 @@ from megatron_lazarus.rng import seed_micro_batch
 
 logger = logging.getLogger(__name__)
 
+_EVALUATION = -1
+"""In place of a step number, so that evaluation draws from streams of its own."""
+
 MicroBatchFn = Callable[[int, int], Any]
 """(step, micro-batch number) -> the model's arguments: a mapping, a sequence or one tensor."""
 
@@ -152,7 +155,11 @@ class LazarusEngine:
         with torch.no_grad():
             for index in range(-(-num_micro_batches // self.world_size)):
                 self._context.ghost = index >= len(share)
-                loss, metrics = self._forward(micro_batch_fn(step, share[index] if index < len(share) else 0))
+                number = 0 if self._context.ghost else share[index]
+                arguments = micro_batch_fn(step, number)
+                # Some routers sample in evaluation too; the same draws at every evaluation.
+                seed_micro_batch(self.seed, _EVALUATION, number)
+                loss, metrics = self._forward(arguments)
                 for name, value in {"loss": loss, **metrics}.items():
                     term = value.detach().double() * (0.0 if self._context.ghost else 1.0)
                     sums[name] = sums[name] + term if name in sums else term

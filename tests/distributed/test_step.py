@@ -21,17 +21,17 @@ SLOTS = (
 )
 
 
-def golden(rank: int, world: int, run: Run) -> tuple[float | None, list[float], float]:
+def golden(rank: int, world: int, run: Run) -> tuple[float | None, list[float], dict[int, float]]:
     """Put known gradients in place of a backward's and let the engine finish the step.
 
     Dense: three tensors get a gradient of 3, 4 and 12 in one element, so their norm is 13. Each expert's replicas get
-    parts of (expert + 1) * 2 in one element, whose sum over replicas is what counts.
+    parts of (expert + 1) * 2 in one element, whose sum over replicas is what counts. Returns the norm and how far
+    those elements moved.
     """
-    engine, ledger = build(rank, world, run)
-    engine.train_batch(ledger.data(run))
-    before = [p.detach().clone() for p in engine._dense]
+    engine, _ = build(rank, world, run)
     for parameter in engine._dense:
         parameter.grad = torch.zeros_like(parameter)
+    watched = [parameter.detach().view(-1)[0:1] for parameter in engine._dense[:3]]
     for parameter, value in zip(engine._dense, (3.0, 4.0, 12.0), strict=False):
         parameter.grad.view(-1)[0] = value
     for placement, buffer in zip(engine.plan.layers, engine.buffers, strict=True):
@@ -40,19 +40,27 @@ def golden(rank: int, world: int, run: Run) -> tuple[float | None, list[float], 
             part = holders.index(rank) + 1
             total = len(holders) * (len(holders) + 1) / 2
             buffer.gradients[slot, 5] = 2.0 * (expert + 1) * part / total
+    dense_before = [float(value) for value in watched]
+    buffer = engine.buffers[0]
+    experts_before = buffer.field("parameter")[:, 5].clone()
     engine._finish_step({"loss": torch.zeros(())}, 1, "golden")
-    moved = [float((old - new.detach()).view(-1)[0]) for old, new in zip(before[:3], engine._dense[:3], strict=True)]
-    return engine.get_global_grad_norm(), moved, engine.get_lr()[0]
+    moved = [old - float(new) for old, new in zip(dense_before, watched, strict=True)]
+    expert_moved = (experts_before - buffer.field("parameter")[:, 5]).tolist()
+    return engine.get_global_grad_norm(), moved, dict(zip(buffer.experts, expert_moved, strict=True))
 
 
 @pytest.mark.parametrize("slots", SLOTS)
 def test_golden_norm_and_clip(workers: Pools, slots: tuple[tuple[int, ...], ...]) -> None:
-    run = Run(experts=3, k=1, micro_batches=4, slots=slots, optimizer="sgd", clip=0.0, steps=1)
-    layers = 2
-    # 13^2 dense, and (2^2 + 4^2 + 6^2) for each layer's experts, each counted once.
-    expected = math.sqrt(13.0**2 + layers * (4.0 + 16.0 + 36.0))
-    for norm, _, _ in workers(4)(golden, run, timeout=60):
+    clip, rate = 2.0, 0.1 * 0.3
+    run = Run(experts=3, k=1, micro_batches=4, slots=slots, optimizer="sgd", clip=clip)
+    # 13^2 dense, and 2^2 + 4^2 + 6^2 for the experts of each of two layers, each expert counted once.
+    expected = math.sqrt(13.0**2 + 2 * (4.0 + 16.0 + 36.0))
+    factor = clip / expected
+    for norm, moved, experts in workers(4)(golden, run, timeout=60):
         assert norm == pytest.approx(expected, rel=1e-15)
+        assert moved == pytest.approx([rate * factor * value for value in (3.0, 4.0, 12.0)], rel=1e-6)
+        for expert, distance in experts.items():
+            assert distance == pytest.approx(rate * factor * 2.0 * (expert + 1), rel=1e-6)
 
 
 def poisoned(rank: int, world: int, run: Run, value: float) -> dict[str, Any]:
