@@ -119,6 +119,12 @@ def initialize(
         # DeepSpeed converts the parameters it finds registered; these it did not find.
         layer.experts.to(device=ds_engine.device, dtype=torch.bfloat16 if ds_engine.bfloat16_enabled() else None)
         buffers.append(_into_records(layer, groups, state_names, placement, rank, ds_engine.device))
+    if rank == 0:
+        for index, placement in enumerate(plan.layers):
+            replicas = placement.replica_counts().sum(axis=1)
+            logger.info(
+                "MoE layer %d: %d experts on %d ranks, replicas %s", index, len(replicas), world_size, replicas.tolist()
+            )
     engine = LazarusEngine(
         ds_engine,
         layers=layers,

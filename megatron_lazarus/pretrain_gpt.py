@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     process group is made.
     """
     args = parse_arguments(argv)
+    _show_log()
     try:
         check_arguments(args)
         config = deepspeed_config(args)
@@ -212,6 +214,15 @@ def _check_sections(config: dict[str, Any], num_experts: int) -> None:
     batch_sizes(config, world_size)
     if num_experts > 1:
         slots_per_rank(section.experts, num_experts, world_size)
+
+
+def _show_log() -> None:
+    """Print what the package logs, once per job; other libraries' loggers stay as they are."""
+    log = logging.getLogger("megatron_lazarus")
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("[lazarus] %(message)s"))
+    log.handlers = [handler]
 
 
 def _init_distributed() -> None:
