@@ -203,7 +203,7 @@ def _parse(cls: type[_Section], value: object, path: str) -> _Section:
         raise ConfigError(f'"{path}" is {value!r}; it must be an object')
     fields = {entry.name: entry for entry in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for key, item in value.items():
         if key not in fields:
             raise ConfigError(f'unknown key "{path}.{key}"; legal keys are {", ".join(sorted(fields))}')

@@ -144,12 +144,13 @@ def _config_of(args: Any, config: Any) -> tuple[Any, dict[str, Any]]:
     from_args = getattr(args, "deepspeed_config", None)
     if config is not None and from_args is not None:
         raise ConfigError(f"config is given twice: as an argument, and as --deepspeed_config {from_args}")
-    if config is None and from_args is None:
-        raise ConfigError("megatron_lazarus.initialize needs config=... or args.deepspeed_config")
     if from_args is not None:
         args = copy.copy(args)
         args.deepspeed_config = None
-    return args, load_config(config if config is not None else from_args)
+        config = from_args
+    if config is None:
+        raise ConfigError("megatron_lazarus.initialize needs config=... or args.deepspeed_config")
+    return args, load_config(config)
 
 
 def _deepspeed_config(config: dict[str, Any], sizes: BatchSizes, world_size: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from megatron_lazarus.checkpoint.manifest import (
 logger = logging.getLogger(__name__)
 
 _SAFE_TYPES = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
-_SAFE_GLOBALS = [argparse.Namespace]
+_SAFE_GLOBALS: list[Any] = [argparse.Namespace]
 
 
 def refuse_unsafe(value: Any, path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -150,10 +151,10 @@ class _Work:
         return share
 
     def _even_out(self, group: IntArray, worker: IntArray, share: IntArray) -> IntArray:
-        """Hand transfers over, within their groups, to ranks that send at least two less, until there is none."""
+        """Deal a group's transfers out again, until none could go to a rank that sends at least two less."""
         starts = np.flatnonzero(np.diff(group, prepend=-1))
         ends = np.append(starts[1:], len(group))
-        # Every handing over lowers the sum of squares of what ranks send, so this ends.
+        # Every new deal lowers the sum of squares of what ranks send, so this ends.
         while len(starts):
             load = self._sent[worker]
             most = np.maximum.reduceat(np.where(share > 0, load, -1), starts)
@@ -163,15 +164,16 @@ class _Work:
             sent = self._sent.tolist()
             for start, end in zip(starts[uneven].tolist(), ends[uneven].tolist(), strict=True):
                 ranks, shares = worker[start:end].tolist(), share[start:end].tolist()
-                loads = [sent[rank] for rank in ranks]
-                sending = [load if count else -1 for load, count in zip(loads, shares, strict=True)]
-                while (highest := max(sending)) >= min(loads) + 2:
-                    for place, change in ((sending.index(highest), -1), (loads.index(min(loads)), 1)):
-                        shares[place] += change
-                        loads[place] += change
-                        sending[place] = loads[place] if shares[place] else -1
-                for rank, load in zip(ranks, loads, strict=True):
-                    sent[rank] = load
-                share[start:end] = shares
+                others = [sent[rank] - count for rank, count in zip(ranks, shares, strict=True)]
+                least = [(load_of, place) for place, load_of in enumerate(others)]
+                heapify(least)
+                dealt = [0] * len(ranks)
+                for _ in range(sum(shares)):
+                    load_of, place = least[0]
+                    heapreplace(least, (load_of + 1, place))
+                    dealt[place] += 1
+                for load_of, place in least:
+                    sent[ranks[place]] = load_of
+                share[start:end] = dealt
             self._sent = np.array(sent)
         return share
