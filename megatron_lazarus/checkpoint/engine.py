@@ -210,7 +210,9 @@ class ExpertCheckpoint:
         differences = list(_differences(saved, here, ""))
         if differences:
             more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
-            raise CheckpointError(f"checkpoint {directory} is of another model or optimizer: {'; '.join(differences[:5])}{more}")
+            raise CheckpointError(
+                f"checkpoint {directory} is of another model or optimizer: {'; '.join(differences[:5])}{more}"
+            )
 
 
 def restore_record(target: dict[str, Tensor], source: Mapping[str, Tensor], with_state: bool, what: str) -> None:
