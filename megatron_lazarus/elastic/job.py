@@ -1,0 +1,396 @@
+"""The coordinator's rules: who is a member, when a generation ends and when the next one starts.
+
+No sockets and no clock of its own, so that every rule can be tested without processes. A generation is *building*
+until all its members have their process group, then *live*; a failure makes it *broken*. It is followed by the next
+one when every living worker of it has asked for that: no member is then left in the old one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+
+from megatron_lazarus.elastic.journal import Journal
+from megatron_lazarus.elastic.messages import Message
+from megatron_lazarus.elastic.roster import (
+    Failure,
+    Node,
+    Quarantine,
+    Worker,
+    furthest_behind,
+    natural,
+    workers_of,
+)
+from megatron_lazarus.elastic.settings import BUILD_TIMEOUT_S, ElasticConfig
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["gathering", "building", "live", "broken", "ended"]
+
+
+class Job:
+    """Membership of one job. ``open_store`` hosts a fresh store and returns (port, what keeps it alive)."""
+
+    def __init__(
+        self,
+        config: ElasticConfig,
+        journal: Journal,
+        open_store: Callable[[], tuple[int, object]],
+        clock: Callable[[], float],
+    ) -> None:
+        self.config, self.journal, self._open_store, self._clock = config, journal, open_store, clock
+        self.phase: Phase = "gathering"
+        self.generation = 0
+        self.nodes: dict[str, Node] = {}
+        self.past: set[str] = set()
+        self.members: list[Node] = []
+        self.published = 0
+        self.result: dict[str, Any] | None = None
+        self.quarantine = Quarantine()
+        self._store: object = None
+        self._phase_since = clock()
+        self._short_since: float | None = None
+        self._failures: list[Failure] = []
+        self._repeats: Counter[str] = Counter()
+        self._progress = -1
+        self._seconds: dict[str, float] = {}
+
+    # -- who is there -------------------------------------------------------------------------------------------
+
+    def living(self) -> list[Node]:
+        """Members of the current generation that have neither failed nor left."""
+        return [node for node in self.members if node.state == "member"]
+
+    def waiting(self) -> list[Node]:
+        """Nodes in the lobby, all of whose workers ask to join, as many as the job has room for."""
+        ready = sorted((node for node in self.nodes.values() if node.state == "waiting"), key=lambda n: natural(n.name))
+        if self.config.max_nodes is None:
+            return ready
+        staying = [node for node in self.living() if node.drain_deadline is None]
+        return ready[: max(0, self.config.max_nodes - len(staying))]
+
+    def add_node(self, name: str, incarnation: str, local_size: int) -> Node:
+        """A newcomer; it takes the place of an earlier incarnation that is dead or has left."""
+        if name in self.nodes:
+            self.past.add(self.nodes[name].incarnation)
+        self.nodes[name] = Node(name, incarnation, local_size)
+        return self.nodes[name]
+
+    def status(self) -> Message:
+        """What ``lazarus status`` shows."""
+        nodes = sorted(self.nodes.values(), key=lambda node: natural(node.name))
+        listed = {node.name: node.describe() for node in nodes}
+        return {"generation": self.generation, "phase": self.phase, "step": self.step, "nodes": listed}
+
+    @property
+    def step(self) -> int:
+        """The newest committed step that any worker has told of."""
+        return max((worker.step for worker in workers_of(self.members)), default=self._progress)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.journal.event(self.generation, kind, step=self.step, **fields)
+
+    # -- what workers ask ---------------------------------------------------------------------------------------
+
+    def ask_join(self, worker: Worker, message: Message) -> None:
+        worker.request = message
+        node = worker.node
+        if node.state == "starting" and sum(one.asks_generation for one in node.present) == node.local_size:
+            node.state = "waiting"
+            self.event("waiting", node=node.name)
+            self.announce()
+        self.advance()
+
+    def ask_next(self, worker: Worker, message: Message) -> None:
+        worker.step = max(worker.step, int(message["step"]))
+        worker.request = message
+        for other in workers_of(self.living()):
+            if other.finished:
+                # It has done all its steps, but another one has not: it must help to finish them.
+                other.answer(broken=self.generation)
+        self.advance()
+
+    def ask_finish(self, worker: Worker, message: Message) -> None:
+        if self.phase not in ("building", "live") or message["generation"] != self.generation:
+            worker.request = message
+            worker.answer(broken=self.generation)
+            return
+        worker.step = max(worker.step, int(message["step"]))
+        worker.request = message
+        self.advance()
+
+    def leave(self, worker: Worker) -> None:
+        worker.left = True
+        node = worker.node
+        if node.alive and len(node.workers) == node.local_size and not node.present:
+            node.state = "left"
+            self.event("left", node=node.name)
+            self.announce()
+        self.advance()
+
+    def built(self, worker: Worker, generation: int) -> None:
+        worker.built = generation
+        workers = list(workers_of(self.living()))
+        if self.phase == "building" and all(one.built == self.generation for one in workers):
+            self._seconds["build"] = round(self._enter("live"), 4)
+            self.event("live", nodes=[node.name for node in self.members], seconds=self._seconds)
+            self.announce()
+
+    def may_publish(self, worker: Worker, generation: int) -> bool:
+        """Whether a checkpoint of that generation may become the newest: no later generation has published one."""
+        if worker.node.state != "member" or not self.published <= generation <= self.generation:
+            self.event("publication refused", node=worker.node.name, of=generation, published=self.published)
+            return False
+        self.published = generation
+        return True
+
+    def worker_failed(self, worker: Worker, message: Message) -> None:
+        """A worker reports an exception: of its own (its node goes), or in a collective (somebody else has failed)."""
+        worker.step = max(worker.step, int(message["step"]))
+        if message["generation"] != self.generation and worker.node.state == "member":
+            return
+        if message["own"]:
+            self.fail_node(worker.node, "raised", f"{message['error']} (local rank {worker.local_rank})")
+        elif self.phase in ("building", "live"):
+            self._failures.append(Failure("collective", worker.node.name, str(message["error"])))
+            self._break(f"{worker} reports: {message['error']}")
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def fail_node(self, node: Node, kind: str, detail: str, silent_s: float = 0.0) -> None:
+        """Declare a node dead: its workers are told to die, and the generation it is a member of breaks."""
+        if not node.alive or self.phase == "ended":
+            return
+        was_member = node.state == "member"
+        node.state = "dead"
+        failure = Failure(kind, node.name, detail)
+        self.event("failure", node=node.name, cause=kind, detail=detail, was_member=was_member, silent_s=silent_s)
+        self.quarantine.failed(node.name, self._clock())
+        self._dismiss(node, str(failure))
+        if was_member or not self.generation:
+            self._failures.append(failure)
+        if was_member:
+            self._seconds["silent"] = round(silent_s, 4)
+            self._break(str(failure))
+        self.announce()
+        self.advance()
+
+    def _dismiss(self, node: Node, why: str) -> None:
+        for worker in node.present:
+            worker.channel.send({"push": "evicted", "why": why})
+        if node.agent is not None:
+            node.agent.send({"do": "kill", "why": why})
+
+    def _break(self, why: str) -> None:
+        if self.phase not in ("building", "live"):
+            return
+        living = list(workers_of(self.living()))
+        if living and all(worker.finished for worker in living):
+            return
+        self._enter("broken")
+        self.event("broken", why=why)
+        # Whoever waits for a store key of this generation gets an error now instead of a time-out.
+        self._store = None
+        for worker in living:
+            worker.channel.send({"push": "broken", "generation": self.generation, "why": why})
+            if worker.finished:
+                worker.answer(broken=self.generation)
+
+    def tick(self) -> None:
+        """Look at the clock; to be called several times per heartbeat."""
+        if self.phase == "ended":
+            return
+        now, config = self._clock(), self.config
+        for node in [node for node in self.nodes.values() if node.alive]:
+            for worker in node.present:
+                silent = now - worker.heard
+                if silent > config.heartbeat_timeout_s:
+                    self.dump_stacks()
+                    self.fail_node(node, "silent", f"local rank {worker.local_rank} is silent", silent)
+                    break
+            if node.drain_deadline is not None and now > node.drain_deadline:
+                self.fail_node(node, "stuck", "still there at the end of its drain grace")
+        elapsed = now - self._phase_since
+        if self.phase == "building" and elapsed > 2 * BUILD_TIMEOUT_S:
+            self._evict([w for w in workers_of(self.living()) if w.built != self.generation], "build", elapsed)
+        elif self.phase == "broken" and elapsed > config.collective_timeout_s:
+            self._evict([w for w in workers_of(self.living()) if w.request is None and not w.left], "stuck", elapsed)
+        elif self.phase == "live":
+            self._find_stuck(now)
+        self.advance()
+
+    def _find_stuck(self, now: float) -> None:
+        workers = [worker for worker in workers_of(self.living()) if not worker.left]
+        limit = self.config.collective_timeout_s
+        # Those that left the group already wait for the slowest in their request, not in a collective.
+        blocked = [worker for worker in workers if worker.phase == "collective" or worker.request is not None]
+        longest = max((now - worker.since for worker in blocked), default=0.0)
+        if longest > limit and any(worker.request is None for worker in workers):
+            behind = furthest_behind(workers)
+            if behind:
+                self._evict(behind, "stuck", longest)
+            else:
+                self.dump_stacks()
+                self._failures.append(Failure("collective", "-", f"all members wait in step {self.step}"))
+                self._break(f"all members wait in the same collective for {longest:.1f} s")
+
+    def _evict(self, workers: list[Worker], kind: str, waited_s: float) -> None:
+        if not workers:
+            return
+        self.dump_stacks()
+        for worker in workers:
+            place = f"step {worker.step}, {worker.phase}, collective {worker.collective}"
+            self.fail_node(worker.node, kind, f"local rank {worker.local_rank} stands at {place}", waited_s)
+
+    def dump_stacks(self) -> None:
+        """Have every member write its stacks to its log."""
+        for worker in workers_of(self.living()):
+            worker.channel.send({"push": "dump"})
+
+    # -- changes that nobody dies of ----------------------------------------------------------------------------
+
+    def drain(self, name: str, grace_s: float | None = None) -> str | None:
+        """Ask a node to hand over and leave; returns why that cannot be, or None."""
+        node = self.nodes.get(name)
+        if node is None or not node.alive:
+            return f"node {name!r} is not in the job; it has {', '.join(n for n in sorted(self.nodes)) or 'none'}"
+        if node.state != "member":
+            node.state = "left"
+            self._dismiss(node, "drained before it was a member")
+        elif node.drain_deadline is None:
+            node.drain_deadline = self._clock() + min(grace_s or self.config.drain_grace_s, self.config.drain_grace_s)
+            self.event("drain", node=name)
+            self.announce()
+        return None
+
+    def pending(self) -> Message:
+        """The changes members should make at a step boundary."""
+        now = self._clock()
+        draining = {n.name: round(n.drain_deadline - now, 3) for n in self.living() if n.drain_deadline is not None}
+        return {"join": [node.name for node in self.waiting()], "drain": draining}
+
+    def announce(self) -> None:
+        if self.phase in ("building", "live"):
+            for worker in workers_of(self.living()):
+                worker.channel.send({"push": "pending", **self.pending()})
+
+    # -- the next generation ------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Do what is due: form the next generation, wait for more nodes, or end the job."""
+        if self.phase == "ended":
+            return
+        survivors, config = self.living(), self.config
+        workers = [worker for worker in workers_of(survivors) if not worker.left]
+        if workers and all(worker.finished for worker in workers):
+            self.end("completed", "", workers[0].request)
+            return
+        if not all(worker.asks_generation for worker in workers):
+            return
+        waiting = self.waiting()
+        coming = [node for node in self.nodes.values() if node.state in ("starting", "waiting")]
+        if self.phase in ("building", "live") and survivors:
+            # Members agree on whom they admit; one that was called back from its finish admits nobody.
+            wanted = set.intersection(*(set((worker.request or {}).get("admit", ())) for worker in workers))
+            admitted, reason = [node for node in waiting if node.name in wanted], "change"
+        elif len(survivors) >= config.min_nodes:
+            admitted, reason = [], "failure"
+        else:
+            admitted, reason = waiting, "failure" if self.generation else "start"
+        total = len(survivors) + len(admitted)
+        wanted_nodes = config.min_nodes if self.generation else config.wanted_nodes
+        if total >= wanted_nodes:
+            self._form(survivors, admitted, reason)
+        elif self.generation and not survivors and not coming:
+            self.end("failed", "no node is left")
+        elif self.nodes and not survivors and not coming and not self.generation:
+            self.end("failed", "every node failed before the start")
+        else:
+            self._wait_for_nodes(survivors, admitted, reason)
+
+    def _wait_for_nodes(self, survivors: list[Node], admitted: list[Node], reason: str) -> None:
+        total, least = len(survivors) + len(admitted), self.config.min_nodes
+        if total < least and not self.generation:
+            # Before the start nothing is lost by waiting for nodes that are still in a queue.
+            self._short_since = None
+            return
+        if self._short_since is None:
+            self._short_since = self._clock()
+            self.event("short of nodes", nodes=total, min_nodes=least)
+        if self._clock() - self._short_since > self.config.join_window_s:
+            if total >= least:
+                self._form(survivors, admitted, reason)
+            else:
+                self.end("failed", f"{total} nodes are left, min_nodes is {least}")
+
+    def _form(self, survivors: list[Node], admitted: list[Node], reason: str) -> None:
+        if reason == "failure" and not self._count_failures():
+            return
+        self._short_since = None
+        gathered = self._enter("building")
+        self._seconds = {**self._seconds, "gather": round(gathered, 4)} if reason == "failure" else {}
+        self.generation += 1
+        self.members = survivors + admitted
+        for node in admitted:
+            node.state, node.joined = "member", self.generation
+        port, self._store = self._open_store()
+        total = sum(len(node.present) for node in self.members)
+        order = [
+            {"node": node.name, "address": node.address, "ranks": len(node.present), "joined": node.joined}
+            for node in self.members
+        ]
+        self.event("generation", reason=reason, nodes=[node.name for node in self.members], ranks=total)
+        now = self._clock()
+        ranked = [worker for worker in workers_of(self.members) if not worker.left]
+        for rank, worker in enumerate(ranked):
+            worker.phase, worker.since = "building", now
+            worker.answer(
+                generation=self.generation, rank=rank, world_size=total, members=order, store_port=port, reason=reason
+            )
+        self.announce()
+
+    def _count_failures(self) -> bool:
+        """False if the job has ended because the same failure keeps it from getting anywhere."""
+        failures, self._failures = self._failures, []
+        deaths = [failure for failure in failures if failure.kind != "collective"]
+        if self.step > self._progress:
+            self._repeats.clear()
+            self._progress = self.step
+        self._repeats.update({failure.signature for failure in deaths or failures})
+        signature, count = max(self._repeats.items(), key=lambda item: item[1], default=("", 0))
+        if count < self.config.max_recoveries_without_progress:
+            return True
+        listed = "; ".join(map(str, deaths or failures))
+        self.end("failed", f"{count} recoveries after step {self._progress} without progress ({signature}): {listed}")
+        return False
+
+    def _enter(self, phase: Phase) -> float:
+        """Change the phase; returns the seconds the one before has lasted."""
+        now = self._clock()
+        lasted, self.phase, self._phase_since = now - self._phase_since, phase, now
+        return lasted
+
+    def end(self, status: str, reason: str, last: Message | None = None) -> None:
+        """Publish the job's result; workers and agents are told."""
+        if self.phase == "ended":
+            return
+        failures = [str(failure) for failure in self._failures]
+        self.result = {
+            "status": status,
+            "reason": reason or None,
+            "generation": self.generation,
+            "step": self.step,
+            "failures": failures,
+            "value": (last or {}).get("value"),
+        }
+        self.event(status, reason=reason, failures=failures)
+        self.journal.result(self.result)
+        self._enter("ended")
+        self._store = None
+        for node in self.nodes.values():
+            for worker in node.present:
+                worker.channel.send({"push": "ended", "result": self.result})
+            if node.agent is not None:
+                node.agent.send({"do": "shutdown", "completed": status == "completed"})
