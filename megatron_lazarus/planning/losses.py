@@ -110,4 +110,4 @@ def _as_family(members: npt.NDArray[np.bool_]) -> int:
 
 def node_masks(held: npt.NDArray[np.bool_]) -> list[int]:
     """The node set of every expert as an int, from a truth table [experts, nodes]."""
-    return [sum(1 << int(node) for node in np.flatnonzero(row)) for row in held]
+    return (held @ (1 << np.arange(held.shape[1]))).tolist()
