@@ -12,19 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lazarus.checkpoint.engine import ExpertCheckpoint
 from megatron_lazarus.config import BatchSizes, LazarusConfig
+from megatron_lazarus.expert_state import ExpertState
 from megatron_lazarus.guard import LossGuard
 from megatron_lazarus.moe.context import StepContext
-from megatron_lazarus.moe.layer import MoELayer
-from megatron_lazarus.moe.optimizer import ExpertOptimizer
-from megatron_lazarus.moe.records import RecordBuffer
-from megatron_lazarus.moe.replicas import ReplicaGradients
 from megatron_lazarus.planning.batches import micro_batches
 from megatron_lazarus.planning.plan import Plan
 from megatron_lazarus.rng import seed_micro_batch
@@ -63,19 +59,14 @@ class LazarusEngine:
         self,
         ds_engine: Any,
         *,
-        layers: Sequence[MoELayer],
-        buffers: Sequence[RecordBuffer],
-        plan: Plan,
-        context: StepContext,
+        experts: ExpertState,
         sizes: BatchSizes,
         config: LazarusConfig,
         gradient_clipping: float,
         seed: int,
     ) -> None:
         self.deepspeed_engine = ds_engine
-        self.plan, self.sizes, self.config, self.seed = plan, sizes, config, seed
-        self.rank, self.world_size = ds_engine.global_rank, plan.world_size
-        self._layers, self._buffers, self._context = layers, buffers, context
+        self.experts, self.sizes, self.config, self.seed = experts, sizes, config, seed
         self._clip = gradient_clipping
         self._grad_norm: float | None = None
         self._micro_step = 0
@@ -89,25 +80,25 @@ class LazarusEngine:
         if any(p.dtype == torch.float64 for p in ds_engine.module.parameters()):
             ds_engine.communication_data_type = torch.float64
         self._dense = [p for p in ds_engine.module.parameters() if p.requires_grad and p.numel()]
-        self._norm_slots: list[Tensor] = []
-        self._bind_plan()
-        self.expert_optimizer = ExpertOptimizer(ds_engine.basic_optimizer, buffers)
-        self.checkpoint = ExpertCheckpoint(ds_engine, layers, buffers, plan, context)
+        self._checkpoint = ExpertCheckpoint(ds_engine, experts)
         self._set_boundary()
 
-    def _bind_plan(self) -> None:
-        """Make layers, gradient exchange and norm follow ``self.plan``."""
-        nodes = np.asarray(self.plan.rank_nodes, dtype=np.int64)
-        holders = []
-        self._norm_slots = []
-        for layer, buffer, placement in zip(self._layers, self._buffers, self.plan.layers, strict=True):
-            layer.bind_placement(placement.replica_counts(), self.rank, nodes)
-            holders.append([placement.holders(expert) for expert in range(placement.num_experts)])
-            for expert, slot in buffer.first_slots().items():
-                if holders[-1][expert][0] == self.rank:
-                    # The first holder counts the expert in the norm; all holders have the same gradient.
-                    self._norm_slots.append(buffer.gradients[slot])
-        self._replica_gradients = ReplicaGradients(self._buffers, holders, self.rank, self.world_size)
+    @property
+    def rank(self) -> int:
+        return self.experts.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.experts.plan.world_size
+
+    @property
+    def plan(self) -> Plan:
+        """Which expert sits in which slot of which rank."""
+        return self.experts.plan
+
+    @property
+    def _context(self) -> StepContext:
+        return self.experts.context
 
     def __getattr__(self, name: str) -> Any:
         if name == "deepspeed_engine":
@@ -240,9 +231,11 @@ class LazarusEngine:
     ) -> StepResult:
         """Sum replicas' gradients, vote, then commit or skip."""
         step = self.global_steps
-        self._replica_gradients.reduce()
+        self.experts.reduce_gradients()
         dense = [p.grad for p in self._dense if p.grad is not None]
-        dense_squared, expert_squared = (_squared_norm(some, self.device) for some in (dense, self._norm_slots))
+        dense_squared, expert_squared = (
+            _squared_norm(some, self.device) for some in (dense, self.experts.norm_gradients)
+        )
         finite = torch.isfinite(dense_squared) & torch.isfinite(expert_squared)
         if self.rank != 0:
             dense_squared = torch.zeros_like(dense_squared)
@@ -262,22 +255,16 @@ class LazarusEngine:
                 logger.warning("%s: skipped", refused)
             self._skip()
         self._grad_norm = norm
-        for layer in self._layers:
-            layer.load[:] = 0
-        for buffer in self._buffers:
-            buffer.gradients.zero_()
+        self.experts.clear_step()
         return StepResult(step=step, loss=loss, metrics=means, grad_norm=norm, skipped=refused is not None)
 
     def _commit(self, norm: float, dense: list[Tensor], lr_kwargs: Mapping[str, Any] | None) -> None:
         if self._clip > 0 and norm > self._clip:
             factor = self._clip / (norm + 1e-6)
             torch._foreach_mul_(dense, factor)
-            for buffer in self._buffers:
-                buffer.gradients.mul_(factor)
+            self.experts.scale_gradients(factor)
         # Experts first: DeepSpeed's step ends by advancing the learning rate.
-        self.expert_optimizer.step()
-        for layer in self._layers:
-            layer.gate.update_expert_bias(torch.from_numpy(layer.load))
+        self.experts.commit()
         self.deepspeed_engine.step(lr_kwargs)
 
     def _skip(self) -> None:
@@ -298,10 +285,11 @@ class LazarusEngine:
 
     def _log_memory(self) -> None:
         """Once, after the first forward: what dropless routing may cost before any backward runs."""
-        if self._memory_logged or not self._layers:
+        layers = self.experts.layers
+        if self._memory_logged or not layers:
             return
         self._memory_logged = True
-        sizes = [layer.peak_activation_bytes(layer.tokens_in_last_forward) for layer in self._layers]
+        sizes = [layer.peak_activation_bytes(layer.tokens_in_last_forward) for layer in layers]
         balanced, worst = (sum(size[index] for size in sizes) / 2**20 for index in range(2))
         if self.rank == 0:
             logger.info(
@@ -316,14 +304,6 @@ class LazarusEngine:
     @property
     def module(self) -> nn.Module:
         return self.deepspeed_engine.module
-
-    @property
-    def layers(self) -> Sequence[MoELayer]:
-        return self._layers
-
-    @property
-    def buffers(self) -> Sequence[RecordBuffer]:
-        return self._buffers
 
     def train_batch_size(self) -> int:
         return self.sizes.global_batch_size
@@ -344,7 +324,7 @@ class LazarusEngine:
 
         Raises CheckpointError, before anything is written, for a ``client_state`` that could not be loaded safely.
         """
-        return self.checkpoint.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        return self._checkpoint.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
@@ -360,7 +340,7 @@ class LazarusEngine:
 
         Raises CheckpointError, before anything is changed, for a damaged checkpoint or one of another model.
         """
-        result = self.checkpoint.load(
+        result = self._checkpoint.load(
             load_dir,
             tag,
             load_module_strict=load_module_strict,
@@ -369,7 +349,7 @@ class LazarusEngine:
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
-        self.expert_optimizer.load_steps()
+        self.experts.optimizer.load_steps()
         return result
 
 

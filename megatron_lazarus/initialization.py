@@ -27,6 +27,7 @@ from megatron_lazarus.config import (
     slots_per_rank,
 )
 from megatron_lazarus.engine import LazarusEngine
+from megatron_lazarus.expert_state import ExpertState
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.optimizer import optimizer_kind, record_state_names
@@ -127,10 +128,7 @@ def initialize(
             )
     engine = LazarusEngine(
         ds_engine,
-        layers=layers,
-        buffers=buffers,
-        plan=plan,
-        context=context,
+        experts=ExpertState(layers, buffers, plan, context, rank, ds_engine.basic_optimizer),
         sizes=sizes,
         config=section,
         gradient_clipping=float(ds_config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)),

@@ -11,7 +11,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,13 +66,21 @@ class SafeCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
             return torch.load(path, map_location=map_location, weights_only=True)
 
 
+class Experts(Protocol):
+    """What is saved and loaded: the records of this rank and where all records are."""
+
+    layers: Sequence[Any]
+    buffers: list[Any]
+    plan: Any
+    context: Any
+    rank: int
+
+
 class ExpertCheckpoint:
     """Saves and loads the whole model of one engine: dense part through DeepSpeed, experts by record."""
 
-    def __init__(self, ds_engine: Any, layers: Sequence[Any], buffers: Sequence[Any], plan: Any, context: Any) -> None:
-        self._engine, self._layers, self._buffers = ds_engine, layers, buffers
-        self._plan, self._context = plan, context
-        self._rank, self._world_size = ds_engine.global_rank, plan.world_size
+    def __init__(self, ds_engine: Any, experts: Experts) -> None:
+        self._engine, self._experts = ds_engine, experts
         ds_engine.checkpoint_engine = SafeCheckpointEngine(ds_engine._config)
 
     # -- save ---------------------------------------------------------------------------------------------------
@@ -84,9 +92,9 @@ class ExpertCheckpoint:
         tag = str(tag) if tag is not None else f"global_step{self._engine.global_steps}"
         directory = os.path.join(save_dir, tag)
         experts = os.path.join(directory, "experts")
-        if self._rank == 0:
+        if self._experts.rank == 0:
             os.makedirs(experts, exist_ok=True)
-        self._context.export_experts = False
+        self._experts.context.export_experts = False
         try:
             # Its barriers also make the directory visible to every rank before experts are written.
             self._engine.save_checkpoint(
@@ -97,10 +105,10 @@ class ExpertCheckpoint:
                 exclude_frozen_parameters=without_frozen,
             )
         finally:
-            self._context.export_experts = True
+            self._experts.context.export_experts = True
         mine = [self._write_expert(directory, layer, expert) for layer, expert in self._my_share()]
         entries = [entry for part in self._gather(mine) for entry in part]
-        if self._rank == 0:
+        if self._experts.rank == 0:
             dense = [
                 FileEntry.of(directory, name)
                 for name in sorted(os.listdir(directory))
@@ -116,24 +124,24 @@ class ExpertCheckpoint:
             manifest.write(directory)
             if save_latest:
                 write_atomically(os.path.join(save_dir, "latest"), tag.encode())
-        if self._world_size > 1:
+        if self._experts.plan.world_size > 1:
             dist.barrier()
         return True
 
     def _my_share(self) -> list[tuple[int, int]]:
         """(layer, expert) that this rank writes: each goes to the holder with the fewest bytes so far."""
-        written = [0] * self._world_size
+        written = [0] * self._experts.plan.world_size
         mine = []
-        for layer, (placement, buffer) in enumerate(zip(self._plan.layers, self._buffers, strict=True)):
+        for layer, (placement, buffer) in enumerate(zip(self._experts.plan.layers, self._experts.buffers, strict=True)):
             for expert in range(placement.num_experts):
                 writer = min(placement.holders(expert), key=lambda rank: (written[rank], rank))
                 written[writer] += buffer.layout.nbytes
-                if writer == self._rank:
+                if writer == self._experts.rank:
                     mine.append((layer, expert))
         return mine
 
     def _write_expert(self, directory: str, layer: int, expert: int) -> FileEntry:
-        buffer = self._buffers[layer]
+        buffer = self._experts.buffers[layer]
         slot = buffer.first_slots()[expert]
         tensors = {name: tensor.cpu().contiguous() for name, tensor in buffer.named_tensors(slot).items()}
         name = _expert_file(layer, expert)
@@ -143,9 +151,9 @@ class ExpertCheckpoint:
         return FileEntry.of(directory, name)
 
     def _gather(self, mine: list[FileEntry]) -> list[list[FileEntry]]:
-        if self._world_size == 1:
+        if self._experts.plan.world_size == 1:
             return [mine]
-        parts: list[Any] = [None] * self._world_size
+        parts: list[Any] = [None] * self._experts.plan.world_size
         dist.all_gather_object(parts, mine)
         return parts
 
@@ -157,9 +165,9 @@ class ExpertCheckpoint:
                 "num_experts": layer.num_experts,
                 "tensors": {spec.name: list(spec.shape) for spec in buffer.layout.tensors},
             }
-            for layer, buffer in zip(self._layers, self._buffers, strict=True)
+            for layer, buffer in zip(self._experts.layers, self._experts.buffers, strict=True)
         ]
-        state = sorted({name for buffer in self._buffers for name in buffer.layout.state_names})
+        state = sorted({name for buffer in self._experts.buffers for name in buffer.layout.state_names})
         return {"dense": dense, "moe_layers": layers, "expert_optimizer_state": state}
 
     # -- load ---------------------------------------------------------------------------------------------------
@@ -184,7 +192,7 @@ class ExpertCheckpoint:
         with_state = load_optimizer_states and not load_module_only
         self._check_model(manifest, directory, with_state)
         manifest.verify(directory)
-        self._context.export_experts = False
+        self._experts.context.export_experts = False
         try:
             path, client_state = self._engine.load_checkpoint(
                 load_dir,
@@ -196,8 +204,8 @@ class ExpertCheckpoint:
                 custom_load_fn=custom_load_fn,
             )
         finally:
-            self._context.export_experts = True
-        for layer, buffer in enumerate(self._buffers):
+            self._experts.context.export_experts = True
+        for layer, buffer in enumerate(self._experts.buffers):
             for slot, expert in enumerate(buffer.experts):
                 tensors = load_file(os.path.join(directory, _expert_file(layer, expert)))
                 restore_record(buffer.named_tensors(slot), tensors, with_state, f"layer {layer} expert {expert}")

@@ -89,7 +89,7 @@ def build(rank: int, world: int, run: Run) -> tuple[Any, Ledger]:
     engine, *_ = megatron_lazarus.initialize(
         model=model, optimizer=optimizer, lr_scheduler=make_scheduler(optimizer), config=config, plan=plan, seed=7
     )
-    engine._replica_gradients._backend = run.backend
+    engine.experts._exchange._backend = run.backend
     return engine, ledger
 
 
@@ -164,7 +164,7 @@ def assert_replicas_equal(engine: Any) -> None:
 
     mine = [
         (layer, expert, hashlib.sha256(buffer.rows[slot].numpy().tobytes()).hexdigest())
-        for layer, buffer in enumerate(engine.buffers)
+        for layer, buffer in enumerate(engine.experts.buffers)
         for slot, expert in enumerate(buffer.experts)
     ]
     everyone: list[Any] = [None] * engine.world_size

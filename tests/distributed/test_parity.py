@@ -116,8 +116,8 @@ def lazarus(rank: int, world: int, options: dict[str, Any], accumulation: int, k
     def capture(*arguments: Any) -> None:
         if not gradients:
             gradients.update({n: p.grad.clone() for n, p in model.named_parameters()})
-            for layer in range(len(engine.layers)):
-                for expert, name, parameter in engine.layers[layer].experts.local_parameters():
+            for layer in range(len(engine.experts.layers)):
+                for expert, name, parameter in engine.experts.layers[layer].experts.local_parameters():
                     gradients[_expert_name(layer, expert, name)] = parameter.grad.clone()
         commit(*arguments)
 

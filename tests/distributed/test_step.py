@@ -34,14 +34,14 @@ def golden(rank: int, world: int, run: Run) -> tuple[float | None, list[float], 
     watched = [parameter.detach().view(-1)[0:1] for parameter in engine._dense[:3]]
     for parameter, value in zip(engine._dense, (3.0, 4.0, 12.0), strict=False):
         parameter.grad.view(-1)[0] = value
-    for placement, buffer in zip(engine.plan.layers, engine.buffers, strict=True):
+    for placement, buffer in zip(engine.plan.layers, engine.experts.buffers, strict=True):
         for expert, slot in buffer.first_slots().items():
             holders = placement.holders(expert)
             part = holders.index(rank) + 1
             total = len(holders) * (len(holders) + 1) / 2
             buffer.gradients[slot, 5] = 2.0 * (expert + 1) * part / total
     dense_before = [float(value) for value in watched]
-    buffer = engine.buffers[0]
+    buffer = engine.experts.buffers[0]
     experts_before = buffer.field("parameter")[:, 5].clone()
     engine._finish_step({"loss": torch.zeros(())}, 1, "golden")
     moved = [old - float(new) for old, new in zip(dense_before, watched, strict=True)]
@@ -66,7 +66,7 @@ def test_golden_norm_and_clip(workers: Pools, slots: tuple[tuple[int, ...], ...]
 def poisoned(rank: int, world: int, run: Run, value: float) -> dict[str, Any]:
     engine, ledger = build(rank, world, run)
     train(engine, ledger, run, 2)
-    records = [buffer.rows.clone() for buffer in engine.buffers]
+    records = [buffer.rows.clone() for buffer in engine.experts.buffers]
     dense = [p.detach().clone() for p in engine.module.parameters()]
     rate = engine.get_lr()[0]
     backward = engine._backward
@@ -74,12 +74,12 @@ def poisoned(rank: int, world: int, run: Run, value: float) -> dict[str, Any]:
     def poison(*arguments: Any, **options: Any) -> None:
         backward(*arguments, **options)
         if rank == 2:
-            engine.buffers[1].gradients[0, 3] = value
+            engine.experts.buffers[1].gradients[0, 3] = value
 
     engine._backward = poison
     result = engine.train_batch(ledger.data(run))
     unchanged = all(torch.equal(a, b.detach()) for a, b in zip(dense, engine.module.parameters(), strict=True))
-    unchanged &= all(torch.equal(a, b.rows) for a, b in zip(records, engine.buffers, strict=True))
+    unchanged &= all(torch.equal(a, b.rows) for a, b in zip(records, engine.experts.buffers, strict=True))
     engine._backward = backward
     after = engine.train_batch(ledger.data(run))
     assert_replicas_equal(engine)
@@ -140,7 +140,7 @@ def bf16(rank: int, world: int, run: Run) -> tuple[list[float], list[float]]:
     engine, ledger = build(rank, world, run)
     history = train(engine, ledger, run, 4)
     assert_replicas_equal(engine)
-    buffer = engine.buffers[0]
+    buffer = engine.experts.buffers[0]
     assert buffer.layout.has_master
     assert buffer.field("parameter").dtype == torch.bfloat16
     assert torch.equal(buffer.field("parameter"), buffer.field("master").bfloat16())

@@ -1,0 +1,39 @@
+"""Moves records between ranks, to get one layer from a placement to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lazarus.moe.records import RecordBuffer
+
+Move = tuple[int, int, int, int]
+"""(source rank, its old slot, target rank, its new slot)."""
+
+
+def migrate(old: RecordBuffer, experts: Sequence[int], moves: Sequence[Move], rank: int, group: Any) -> RecordBuffer:
+    """The buffer of one layer for ``experts`` (this rank's slots from now on), filled from ``old`` and from peers.
+
+    A slot that no move fills keeps its record, which must be the same expert's. All ranks pass the same ``moves`` in
+    the same order. Extra memory: the layer's new buffer, beside the old one until the caller lets go of it.
+    """
+    new = RecordBuffer(old.layout, experts, old.rows.device)
+    filled = {slot for _, _, target, slot in moves if target == rank}
+    for slot, expert in enumerate(new.experts):
+        if slot not in filled:
+            if slot >= len(old.experts) or old.experts[slot] != expert:
+                raise ValueError(f"slot {slot} of rank {rank} is to hold expert {expert}, and no move brings it")
+            new.rows[slot].copy_(old.rows[slot])
+    operations = []
+    for tag, (source, source_slot, target, target_slot) in enumerate(moves):
+        if source == target == rank:
+            new.rows[target_slot].copy_(old.rows[source_slot])
+        elif source == rank:
+            operations.append(dist.P2POp(dist.isend, old.rows[source_slot], target, group, tag))
+        elif target == rank:
+            operations.append(dist.P2POp(dist.irecv, new.rows[target_slot], source, group, tag))
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return new
