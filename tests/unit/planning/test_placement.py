@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lazarus.planning.alignment import align
 from megatron_lazarus.planning.allocation import allocate_replicas
+from megatron_lazarus.planning.losses import loss_space
 from megatron_lazarus.planning.placement import place_replicas
 from megatron_lazarus.planning.planner import balance, make_plan
 from tests.unit.planning.make_optima import optima
@@ -187,6 +189,24 @@ def test_layers_lean_on_the_same_nodes():
 
     assert killed(plan.layers) == killed(plan.layers[:1])
     assert 1 - killed(plan.layers)[3] / comb(10, 4) >= 0.614
+
+
+def test_renaming_nodes_brings_layers_together():
+    """Two layers that differ in the names of two nodes are killed by the same losses again, unless the nodes differ."""
+    counts = place_replicas([2, 2, 3, 3, 4, 4], 3, 2, nodes=6)
+    improved = 0
+    for one, two in combinations(range(6), 2):
+        order = list(range(6))
+        order[one], order[two] = two, one
+        apart = [counts, counts[:, order]]
+        together = align(apart, loss_space(6), np.zeros(6, dtype=np.int64))
+        assert killing_losses(np.concatenate(together)) == killing_losses(counts)
+        for before, after in zip(apart, together, strict=True):
+            assert sorted(map(tuple, before.T.tolist())) == sorted(map(tuple, after.T.tolist()))
+        unlike = align(apart, loss_space(6), np.arange(6))
+        assert all((before == after).all() for before, after in zip(apart, unlike, strict=True))
+        improved += killing_losses(np.concatenate(apart)) != killing_losses(counts)
+    assert improved > 5
 
 
 def test_load_is_even_where_survival_leaves_a_choice():
