@@ -15,7 +15,7 @@ def align(layers: Sequence[IntArray], space: LossSpace, alike: IntArray) -> list
     """``layers`` (counts [experts, nodes]) with nodes of equal ``alike`` [nodes] exchanged, layer by layer.
 
     The model is lost as soon as one layer is, so the layers' killed losses should overlap. The most fragile layer
-    stays; each next one takes the exchanges of two nodes that lower the joint loss, until none does.
+    stays; each next one takes the exchange of two nodes that lowers the joint loss most, until none does.
     """
     result = list(layers)
     masks = [sorted(set(node_masks(counts > 0))) for counts in layers]
@@ -25,18 +25,15 @@ def align(layers: Sequence[IntArray], space: LossSpace, alike: IntArray) -> list
     for layer in sorted(range(len(result)), key=lambda index: space.loss(killed[index]), reverse=True):
         if killed[layer] & ~joint and joint:
             order = np.arange(space.nodes)
-            sets, family = masks[layer], joint | killed[layer]
-            loss = space.loss(family)
-            improved = True
-            while improved:
-                improved = False
-                for one, two in pairs:
-                    exchanged = [_exchanged(mask, one, two) for mask in sets]
-                    candidate = joint | space.killed(exchanged)
-                    if candidate & family != family and space.improves(candidate, loss):
-                        sets, family, improved = exchanged, candidate, True
-                        loss = space.loss(family)
-                        order[[one, two]] = order[[two, one]]
+            sets, loss = masks[layer], space.loss(joint | killed[layer])
+            while True:
+                options = [[_exchanged(mask, one, two) for mask in sets] for one, two in pairs]
+                joined = [joint | space.killed(exchanged) for exchanged in options]
+                best = min(range(len(pairs)), key=lambda pair: space.loss(joined[pair]), default=None)
+                if best is None or not space.improves(joined[best], loss):
+                    break
+                sets, loss = options[best], space.loss(joined[best])
+                order[list(pairs[best])] = order[list(reversed(pairs[best]))]
             result[layer] = result[layer][:, order]
             killed[layer] = space.killed(sets)
         joint |= killed[layer]
