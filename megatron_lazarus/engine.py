@@ -7,13 +7,10 @@ decided here, once for dense and experts together: gradient norm, clipping, and 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lazarus.checkpoint.engine import ExpertCheckpoint
@@ -24,6 +21,7 @@ from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.planning.batches import micro_batches
 from megatron_lazarus.planning.plan import Plan
 from megatron_lazarus.rng import seed_micro_batch
+from megatron_lazarus.step import StepProtocol, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +30,6 @@ _EVALUATION = -1
 
 MicroBatchFn = Callable[[int, int], Any]
 """(step, micro-batch number) -> the model's arguments: a mapping, a sequence or one tensor."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One global step. ``loss`` and ``metrics`` are means over the M micro-batches, equal on every rank.
-
-    ``step`` counts from 0; ``skipped`` steps changed nothing but the counters; ``grad_norm`` is before clipping.
-    """
-
-    step: int
-    loss: float
-    metrics: dict[str, float]
-    grad_norm: float
-    skipped: bool
 
 
 class LazarusEngine:
@@ -67,8 +51,6 @@ class LazarusEngine:
     ) -> None:
         self.deepspeed_engine = ds_engine
         self.experts, self.sizes, self.config, self.seed = experts, sizes, config, seed
-        self._clip = gradient_clipping
-        self._grad_norm: float | None = None
         self._micro_step = 0
         self._loss_sum: Tensor | None = None
         self._memory_logged = False
@@ -79,7 +61,7 @@ class LazarusEngine:
         ds_engine.tput_timer.batch_size = sizes.global_batch_size
         if any(p.dtype == torch.float64 for p in ds_engine.module.parameters()):
             ds_engine.communication_data_type = torch.float64
-        self._dense = [p for p in ds_engine.module.parameters() if p.requires_grad and p.numel()]
+        self.protocol = StepProtocol(ds_engine, experts, sizes, self.guard, gradient_clipping)
         self._checkpoint = ExpertCheckpoint(ds_engine, experts)
         self._set_boundary()
 
@@ -134,7 +116,7 @@ class LazarusEngine:
                 sums[name] = sums[name] + term if name in sums else term
         self._context.ghost = False
         first, size = step * self.sizes.global_batch_size, self.sizes.global_batch_size
-        return self._finish_step(sums, total, f"samples {first}..{first + size - 1}")
+        return self.protocol.finish(sums, total, f"samples {first}..{first + size - 1}")
 
     def eval_batch(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
         """Mean loss and metrics over ``micro_batch_fn(step, 0..num_micro_batches-1)``, without gradients."""
@@ -156,7 +138,7 @@ class LazarusEngine:
                     sums[name] = sums[name] + term if name in sums else term
         self._context.ghost = False
         self.module.train(was_training)
-        totals = self._all_reduce([sums[name] for name in sorted(sums)])
+        totals = self.protocol.all_reduce([sums[name] for name in sorted(sums)])
         return {name: value / num_micro_batches for name, value in zip(sorted(sums), totals, strict=True)}
 
     # -- loops that the script drives ---------------------------------------------------------------------------
@@ -194,7 +176,7 @@ class LazarusEngine:
             self._set_boundary()
             return
         assert self._loss_sum is not None, "step() needs a backward() first"
-        self._finish_step(
+        self.protocol.finish(
             {"loss": self._loss_sum},
             self.world_size * self.deepspeed_engine.gradient_accumulation_steps(),
             "the script's own batches",
@@ -207,7 +189,7 @@ class LazarusEngine:
         accumulation = self.deepspeed_engine.gradient_accumulation_steps()
         self.deepspeed_engine.set_gradient_accumulation_boundary((self._micro_step + 1) % accumulation == 0)
 
-    # -- the step protocol --------------------------------------------------------------------------------------
+    # -- one micro-batch ----------------------------------------------------------------------------------------
 
     def _forward(self, arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
         arguments = _to_device(arguments, self.device)
@@ -225,63 +207,6 @@ class LazarusEngine:
             self.deepspeed_engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
         finally:
             self._context.phase = "forward"
-
-    def _finish_step(
-        self, sums: dict[str, Tensor], count: int, samples: str, lr_kwargs: Mapping[str, Any] | None = None
-    ) -> StepResult:
-        """Sum replicas' gradients, vote, then commit or skip."""
-        step = self.global_steps
-        self.experts.reduce_gradients()
-        dense = [p.grad for p in self._dense if p.grad is not None]
-        dense_squared, expert_squared = (
-            _squared_norm(some, self.device) for some in (dense, self.experts.norm_gradients)
-        )
-        finite = torch.isfinite(dense_squared) & torch.isfinite(expert_squared)
-        if self.rank != 0:
-            dense_squared = torch.zeros_like(dense_squared)
-        names = sorted(sums)
-        # This all-reduce is the vote: where it completes, the step is decided, alike on every rank.
-        votes = [dense_squared, expert_squared, (~finite).double(), *(sums[name] for name in names)]
-        dense_total, expert_total, nonfinite, *totals = self._all_reduce(votes)
-        means = {name: total / count for name, total in zip(names, totals, strict=True)}
-        loss = means.pop("loss")
-        squared = dense_total + expert_total
-        norm = math.sqrt(squared) if squared >= 0 else math.nan
-        refused = self.guard.refuses(step, loss, norm, nonfinite == 0, samples)
-        if refused is None:
-            self._commit(norm, dense, lr_kwargs)
-        else:
-            if self.rank == 0:
-                logger.warning("%s: skipped", refused)
-            self._skip()
-        self._grad_norm = norm
-        self.experts.clear_step()
-        return StepResult(step=step, loss=loss, metrics=means, grad_norm=norm, skipped=refused is not None)
-
-    def _commit(self, norm: float, dense: list[Tensor], lr_kwargs: Mapping[str, Any] | None) -> None:
-        if self._clip > 0 and norm > self._clip:
-            factor = self._clip / (norm + 1e-6)
-            torch._foreach_mul_(dense, factor)
-            self.experts.scale_gradients(factor)
-        # Experts first: DeepSpeed's step ends by advancing the learning rate.
-        self.experts.commit()
-        self.deepspeed_engine.step(lr_kwargs)
-
-    def _skip(self) -> None:
-        """What DeepSpeed does at an overflow: counters advance, model, optimizer and schedule do not."""
-        engine = self.deepspeed_engine
-        engine.zero_grad()
-        engine.skipped_steps += 1
-        engine.global_steps += 1
-        engine.global_samples += self.sizes.global_batch_size
-        engine.micro_steps += 1
-        engine._step_applied = False
-
-    def _all_reduce(self, values: Sequence[Tensor]) -> list[float]:
-        vector = torch.stack([value.to(self.device, torch.float64) for value in values])
-        if self.world_size > 1:
-            dist.all_reduce(vector)
-        return vector.tolist()
 
     def _log_memory(self) -> None:
         """Once, after the first forward: what dropless routing may cost before any backward runs."""
@@ -310,7 +235,7 @@ class LazarusEngine:
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last step's gradients before clipping, each expert counted once; None before the first step."""
-        return self._grad_norm
+        return self.protocol.grad_norm
 
     def save_checkpoint(
         self,
@@ -361,11 +286,3 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_to_device(item, device) for item in value)
     return value
-
-
-def _squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares in float64, as a scalar tensor."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
-    return torch.stack(norms).square().sum()

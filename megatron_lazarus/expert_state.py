@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_lazarus.moe.communication import Communicator
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.migration import migrate
 from megatron_lazarus.moe.optimizer import ExpertOptimizer
-from megatron_lazarus.moe.records import RecordBuffer
+from megatron_lazarus.moe.records import RecordBuffer, RecordLayout
 from megatron_lazarus.moe.replicas import Backend, ReplicaGradients
-from megatron_lazarus.planning.migration import Missing, migration
+from megatron_lazarus.planning.migration import migration
 from megatron_lazarus.planning.plan import Plan
 
-
-class ExpertsLost(RuntimeError):
-    """No rank holds some experts; ``missing`` are the slots that wanted them."""
-
-    def __init__(self, missing: Sequence[Missing]) -> None:
-        self.missing = tuple(missing)
-        names = sorted({(slot.layer, slot.expert) for slot in missing})
-        listed = ", ".join(f"layer {layer} expert {expert}" for layer, expert in names[:10])
-        super().__init__(f"{len(names)} experts have no replica left: {listed}{', …' if len(names) > 10 else ''}")
+Holdings = tuple[tuple[int, ...], ...]
+"""The experts whose records a rank has, layer by layer, in slot order."""
 
 
 class ExpertState:
@@ -44,12 +37,12 @@ class ExpertState:
         context: StepContext,
         rank: int,
         base: torch.optim.Optimizer,
+        exchange: Backend = "all_to_all",
     ) -> None:
-        self.layers, self.context, self.exchange_backend = layers, context, "all_to_all"
-        self._base = base
+        self.layers, self.context = layers, context
+        self.peers = Communicator()
+        self._base, self._backend = base, exchange
         self._bind(buffers, plan, rank)
-
-    exchange_backend: Backend
 
     def _bind(self, buffers: Sequence[RecordBuffer], plan: Plan, rank: int) -> None:
         """Make layers, gradient exchange, norm and optimizer follow ``plan`` and ``buffers``."""
@@ -58,14 +51,16 @@ class ExpertState:
         holders = []
         self.norm_gradients: list[Tensor] = []
         for layer, buffer, placement in zip(self.layers, buffers, plan.layers, strict=True):
-            layer.bind_placement(placement.replica_counts(), rank, nodes)
+            layer.bind_placement(placement.replica_counts(), rank, nodes, self.peers)
             holders.append([placement.holders(expert) for expert in range(placement.num_experts)])
             for expert, slot in buffer.first_slots().items():
                 if holders[-1][expert][0] == rank:
                     # The first holder counts the expert in the norm; all holders have the same gradient.
                     self.norm_gradients.append(buffer.gradients[slot])
-        self._exchange = ReplicaGradients(buffers, holders, rank, plan.world_size, backend=self.exchange_backend)
+        self._exchange = ReplicaGradients(buffers, holders, rank, plan.world_size, self.peers, self._backend)
         self.optimizer = ExpertOptimizer(self._base, buffers)
+
+    # -- a step -------------------------------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
         """Give every replica the sum of its expert's gradients."""
@@ -75,6 +70,12 @@ class ExpertState:
         for buffer in self.buffers:
             buffer.gradients.mul_(factor)
 
+    def commit(self) -> None:
+        """Step records and router biases."""
+        self.optimizer.step()
+        for layer in self.layers:
+            layer.gate.update_expert_bias(torch.from_numpy(layer.load))
+
     def clear_step(self) -> None:
         """Forget gradients and the load of the step."""
         for buffer in self.buffers:
@@ -82,33 +83,53 @@ class ExpertState:
         for layer in self.layers:
             layer.load[:] = 0
 
-    def commit(self) -> None:
-        """Step records and router biases."""
-        self.optimizer.step()
-        for layer in self.layers:
-            layer.gate.update_expert_bias(torch.from_numpy(layer.load))
+    # -- changes of placement -----------------------------------------------------------------------------------
 
-    def change_plan(
-        self, plan: Plan, rank: int, previous_ranks: Sequence[int | None] | None = None, group: Any = None
-    ) -> int:
+    @property
+    def holdings(self) -> Holdings:
+        """What this rank has, whatever the plan says: they differ after a migration that was interrupted."""
+        return tuple(buffer.experts for buffer in self.buffers)
+
+    @property
+    def layouts(self) -> tuple[RecordLayout, ...]:
+        return tuple(buffer.layout for buffer in self.buffers)
+
+    def adopt(self, layer: int, records: RecordBuffer) -> None:
+        """Hold further records of a layer, beyond the slots, until the next change of plan."""
+        self.buffers[layer] = self.buffers[layer].extended(records)
+
+    def change_plan(self, plan: Plan, rank: int, held: Plan | None = None) -> int:
         """Move records until they lie as ``plan`` says; returns how many crossed between ranks.
 
-        Every rank of the world calls it with the same plan, and with no gradients that still matter. ``rank`` is this
-        one's in ``plan``; ``previous_ranks`` says which of the old plan's ranks became which of the new one's, None
-        for a new rank. Raises ExpertsLost, before anything is moved, if some expert has no replica.
+        Every rank of the world calls it with the same plans, and with no gradients that still matter. ``held`` is
+        what the ranks of ``plan`` hold now, by default the plan so far. If another rank fails meanwhile, the exception
+        of its collective passes, and every record that this rank had or got is in its ``holdings``.
         """
-        moves = migration(self.plan, plan, previous_ranks=previous_ranks)
-        if moves.missing:
-            raise ExpertsLost(moves.missing)
-        buffers = []
+        moves = migration(held or self.plan, plan)
         crossing = 0
         for index, placement in enumerate(plan.layers):
             mine = moves.moves[moves.moves[:, 0] == index][:, 2:].tolist()
             crossing += sum(source != target for source, _, target, _ in mine)
-            buffer = migrate(self.buffers[index], placement.slots[rank], [tuple(move) for move in mine], rank, group)
-            self.layers[index].experts.bind(buffer)
-            # Lets go of the old buffer: one layer at a time has two.
-            self.buffers[index] = buffer
-            buffers.append(buffer)
-        self._bind(buffers, plan, rank)
+            old = self.buffers[index]
+            new = migrate(old, placement.slots[rank], [tuple(move) for move in mine], rank, self.peers)
+            try:
+                # Behind it every rank has what it was sent: only then may a sender let go of its last copy.
+                if plan.world_size > 1:
+                    self.peers.barrier()
+            except BaseException:
+                self.buffers[index] = old.extended(new)
+                raise
+            self.layers[index].experts.bind(new)
+            self.buffers[index] = new
+        self._bind(self.buffers, plan, rank)
         return crossing
+
+
+def lost_records(holdings: Mapping[int, Holdings], num_experts: Sequence[int]) -> list[tuple[int, int]]:
+    """(layer, expert) that no rank holds. ``holdings`` by rank, ``num_experts`` by layer."""
+    return [
+        (layer, expert)
+        for layer, count in enumerate(num_experts)
+        for expert in range(count)
+        if not any(expert in held[layer] for held in holdings.values())
+    ]

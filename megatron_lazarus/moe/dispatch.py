@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
+
+from megatron_lazarus.moe.communication import Communicator
 
 IntArray = npt.NDArray[np.int64]
 
@@ -110,22 +111,15 @@ def piece_order(lengths: IntArray) -> IntArray:
     return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
 
 
-def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:
-    """Uneven all-to-all of rows [sum(send), ...] without autograd; returns [sum(receive), ...]."""
-    out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
-    return out
-
-
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return all_to_all(rows, send, receive, group)
+    def forward(ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], peers: Communicator) -> torch.Tensor:
+        ctx.send, ctx.receive, ctx.peers = send, receive, peers
+        return peers.all_to_all(rows, send, receive)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_to_all(gradients[0], ctx.receive, ctx.send, ctx.group), None, None, None
+        return ctx.peers.all_to_all(gradients[0], ctx.receive, ctx.send), None, None, None
 
 
 class _GatherRoutes(torch.autograd.Function):
@@ -151,9 +145,9 @@ class Dispatch:
     ``routes_by_expert`` are the kept routes (token * k + choice) ordered by expert, on the tokens' device.
     """
 
-    def __init__(self, plan: DispatchPlan, routes_by_expert: torch.Tensor, k: int, group: Any) -> None:
+    def __init__(self, plan: DispatchPlan, routes_by_expert: torch.Tensor, k: int, peers: Communicator) -> None:
         device = routes_by_expert.device
-        self.k, self.group = k, group
+        self.k, self.peers = k, peers
         self.exchanges = plan.send.shape[0] > 1
         self.send_splits: list[int] = plan.send.sum(axis=1).tolist()
         self.receive_splits: list[int] = plan.receive.sum(axis=1).tolist()
@@ -174,13 +168,13 @@ class Dispatch:
         rows: torch.Tensor = _GatherRoutes.apply(tokens, self.routes, self.k)
         if not self.exchanges:
             return rows
-        received: torch.Tensor = _AllToAll.apply(rows, self.send_splits, self.receive_splits, self.group)
+        received: torch.Tensor = _AllToAll.apply(rows, self.send_splits, self.receive_splits, self.peers)
         return received.index_select(0, self.to_experts)
 
     def gather(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Expert outputs, ordered as ``scatter`` gave them, back to [T, k, H]; routes that were dropped are zero."""
         if self.exchanges:
             rows = rows.index_select(0, self.from_experts)
-            rows = _AllToAll.apply(rows, self.receive_splits, self.send_splits, self.group)
+            rows = _AllToAll.apply(rows, self.receive_splits, self.send_splits, self.peers)
         spread = rows.new_zeros(num_tokens * self.k, rows.shape[1]).index_copy(0, self.routes, rows)
         return spread.view(num_tokens, self.k, rows.shape[1])

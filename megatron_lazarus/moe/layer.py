@@ -8,17 +8,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_lazarus.moe.communication import Communicator
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.dispatch import Dispatch, IntArray, plan_dispatch
 from megatron_lazarus.moe.experts import Experts
 from megatron_lazarus.moe.gating import Gate, GateSettings
-
-# torch 2.13 renamed it and warns at every use of the old name.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class MoELayer(nn.Module):
@@ -29,7 +26,7 @@ class MoELayer(nn.Module):
     without being added to the loss and survives activation recomputation; else the caller adds ``l_aux`` itself.
     ``router``: "softmax" as DeepSpeed, or "sigmoid" (dropless), with ``expert_bias_update_rate`` > 0 balanced by a
     bias instead of a loss. ``max_tokens_per_expert_chunk`` bounds the activations of one expert by recomputing it in
-    chunks. ``group``: ranks to dispatch over once bound; None is the world.
+    chunks.
 
     Raises ValueError for arguments that do not fit together and for experts with dropout or buffers.
     """
@@ -94,7 +91,7 @@ class MoELayer(nn.Module):
         self.tokens_in_last_forward = 0
         self.bind_context(StepContext())
         self._replicas: IntArray = np.ones((num_experts, 1), dtype=np.int64)
-        self._rank, self._rank_nodes, self._group = 0, np.zeros(1, dtype=np.int64), None
+        self._rank, self._rank_nodes, self._peers = 0, np.zeros(1, dtype=np.int64), Communicator()
 
     @property
     def gate(self) -> Gate:
@@ -108,9 +105,9 @@ class MoELayer(nn.Module):
         self.context = context
         self.experts.context = context
 
-    def bind_placement(self, replicas: IntArray, rank: int, rank_nodes: IntArray, group: Any = None) -> None:
+    def bind_placement(self, replicas: IntArray, rank: int, rank_nodes: IntArray, peers: Communicator) -> None:
         """Dispatch over ranks from now on: ``replicas`` [experts, ranks], ``rank_nodes`` [ranks]."""
-        self._replicas, self._rank, self._rank_nodes, self._group = replicas, rank, rank_nodes, group
+        self._replicas, self._rank, self._rank_nodes, self._peers = replicas, rank, rank_nodes, peers
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Apply the layer to [..., hidden]; returns (output, auxiliary loss, tokens wanted per expert [experts]).
@@ -152,7 +149,7 @@ class MoELayer(nn.Module):
         if self.context.phase == "forward" and self.training:
             self.load += per_expert.sum(axis=1)
         plan = plan_dispatch(per_expert, self._replicas, self._rank, self._rank_nodes)
-        dispatch = Dispatch(plan, kept, self.k, self._group)
+        dispatch = Dispatch(plan, kept, self.k, self._peers)
         rows = self.experts(dispatch.scatter(tokens), dispatch.tokens_per_expert)
         results = dispatch.gather(rows, tokens.shape[0])
         return (results * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
@@ -162,9 +159,7 @@ class MoELayer(nn.Module):
         world = self._replicas.shape[1]
         if world == 1:
             return counts.cpu().numpy()[:, None]
-        gathered = counts.new_empty(world * counts.numel())
-        _all_gather(gathered, counts, group=self._group)
-        return gathered.cpu().numpy().reshape(world, -1).T
+        return self._peers.all_gather(counts, world).cpu().numpy().T
 
     def _with_residual(self, hidden_states: Tensor, output: Tensor) -> Tensor:
         dense = self.mlp(hidden_states)

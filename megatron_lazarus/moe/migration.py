@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch.distributed as dist
-
+from megatron_lazarus.moe.communication import Communicator
 from megatron_lazarus.moe.records import RecordBuffer
 
 Move = tuple[int, int, int, int]
 """(source rank, its old slot, target rank, its new slot)."""
 
 
-def migrate(old: RecordBuffer, experts: Sequence[int], moves: Sequence[Move], rank: int, group: Any) -> RecordBuffer:
+def migrate(
+    old: RecordBuffer, experts: Sequence[int], moves: Sequence[Move], rank: int, peers: Communicator
+) -> RecordBuffer:
     """The buffer of one layer for ``experts`` (this rank's slots from now on), filled from ``old`` and from peers.
 
     A slot that no move fills keeps its record, which must be the same expert's. All ranks pass the same ``moves`` in
@@ -26,14 +26,13 @@ def migrate(old: RecordBuffer, experts: Sequence[int], moves: Sequence[Move], ra
             if slot >= len(old.experts) or old.experts[slot] != expert:
                 raise ValueError(f"slot {slot} of rank {rank} is to hold expert {expert}, and no move brings it")
             new.rows[slot].copy_(old.rows[slot])
-    operations = []
+    sends, receives = [], []
     for tag, (source, source_slot, target, target_slot) in enumerate(moves):
         if source == target == rank:
             new.rows[target_slot].copy_(old.rows[source_slot])
         elif source == rank:
-            operations.append(dist.P2POp(dist.isend, old.rows[source_slot], target, group, tag))
+            sends.append((old.rows[source_slot], target, tag))
         elif target == rank:
-            operations.append(dist.P2POp(dist.irecv, new.rows[target_slot], source, group, tag))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+            receives.append((new.rows[target_slot], source, tag))
+    peers.point_to_point(sends, receives)
     return new

@@ -140,3 +140,12 @@ class RecordBuffer:
         for slot, expert in enumerate(self.experts):
             slots.setdefault(expert, slot)
         return slots
+
+    def extended(self, other: RecordBuffer) -> RecordBuffer:
+        """A buffer with these records, and behind them those of ``other`` whose experts are not among them."""
+        more = [slot for expert, slot in other.first_slots().items() if expert not in self.experts]
+        both = RecordBuffer(self.layout, (*self.experts, *(other.experts[slot] for slot in more)), self.rows.device)
+        both.rows[: len(self.experts)] = self.rows
+        for row, slot in enumerate(more, start=len(self.experts)):
+            both.rows[row] = other.rows[slot]
+        return both

@@ -9,37 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lazarus.moe.dispatch import all_to_all
+from megatron_lazarus.moe.communication import Communicator
 from megatron_lazarus.moe.records import RecordBuffer
 
 Backend = Literal["all_to_all", "point_to_point"]
 _BUCKET_BYTES = 64 * 2**20
 
 
-def exchange(rows: Tensor, send: list[int], receive: list[int], group: Any, rank: int, backend: Backend) -> Tensor:
+def exchange(
+    rows: Tensor, send: list[int], receive: list[int], peers: Communicator, rank: int, backend: Backend
+) -> Tensor:
     """Send ``send[j]`` elements of flat ``rows`` to each rank j; returns what came, ``receive[i]`` from each rank i."""
     if backend == "all_to_all":
-        return all_to_all(rows, send, receive, group)
+        return peers.all_to_all(rows, send, receive)
     out = rows.new_empty(sum(receive))
     outgoing, incoming = rows.split(send), out.split(receive)
-    operations = []
-    for peer in range(len(send)):
-        # Peer numbers are global ranks: the group is the world.
-        if peer == rank:
-            incoming[peer].copy_(outgoing[peer])
-            continue
-        if receive[peer]:
-            operations.append(dist.P2POp(dist.irecv, incoming[peer], peer, group))
-        if send[peer]:
-            operations.append(dist.P2POp(dist.isend, outgoing[peer], peer, group))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    incoming[rank].copy_(outgoing[rank])
+    others = [peer for peer in range(len(send)) if peer != rank]
+    peers.point_to_point(
+        [(outgoing[peer], peer, 0) for peer in others if send[peer]],
+        [(incoming[peer], peer, 0) for peer in others if receive[peer]],
+    )
     return out
 
 
@@ -69,11 +64,11 @@ class ReplicaGradients:
         holders: Sequence[Sequence[tuple[int, ...]]],
         rank: int,
         world_size: int,
-        group: Any = None,
+        peers: Communicator,
         backend: Backend = "all_to_all",
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        self._rank, self._world_size, self._group, self._backend = rank, world_size, group, backend
+        self._rank, self._world_size, self._peers, self._backend = rank, world_size, peers, backend
         self._dtype_source = buffers[0].gradients if buffers else torch.empty(0)
         self._mirrors = [
             (buffer.gradients[slot], buffer.gradients[first[expert]])
@@ -120,7 +115,7 @@ class ReplicaGradients:
             for peer in world
         ]
         flat = torch.cat([piece for pieces in outgoing for piece in pieces]) if bucket else like.new_empty(0)
-        arrived = exchange(flat, send, receive, self._group, me, self._backend).split(receive)
+        arrived = exchange(flat, send, receive, self._peers, me, self._backend).split(receive)
         cursor = [0] * self._world_size
         sums = []
         for shared, (start, end) in zip(bucket, mine, strict=True):
@@ -136,7 +131,7 @@ class ReplicaGradients:
             sums.append(total.to(like.dtype))
         back = [piece for peer in world for shared, piece in zip(bucket, sums, strict=True) if peer in shared.holders]
         flat = torch.cat(back) if back else like.new_empty(0)
-        arrived = exchange(flat, receive, send, self._group, me, self._backend).split(send)
+        arrived = exchange(flat, receive, send, self._peers, me, self._backend).split(send)
         cursor = [0] * self._world_size
         for shared in bucket:
             for holder in shared.holders:

@@ -135,6 +135,7 @@ def stock_layer(rank: int, drop: bool) -> nn.Module:
 
 def lazarus_layer(rank: int, skew: float) -> nn.Module:
     """The layer as the engine sets it up, with the placement that the planner makes for this load."""
+    from megatron_lazarus.moe.communication import Communicator
     from megatron_lazarus.moe.layer import MoELayer
     from megatron_lazarus.moe.records import PARAMETER, RecordBuffer
     from megatron_lazarus.planning.planner import make_plan
@@ -151,7 +152,7 @@ def lazarus_layer(rank: int, skew: float) -> nn.Module:
         values = layer.experts.initial_tensors(expert)
         buffer.field(PARAMETER)[slot] = torch.cat([values[spec.name].reshape(-1) for spec in layout.tensors])
     layer.experts.bind(buffer)
-    layer.bind_placement(placement.replica_counts(), rank, np.arange(WORLD))
+    layer.bind_placement(placement.replica_counts(), rank, np.arange(WORLD), Communicator())
     return layer
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
-import torch
 
-from megatron_lazarus.expert_state import ExpertsLost
 from megatron_lazarus.planning.plan import Placement, Plan
 from tests.distributed.pool import Pools
 from tests.distributed.runs import Run, assert_replicas_equal, build, relative, run_all
@@ -52,21 +49,3 @@ def test_moving_experts_changes_nothing(workers: Pools, optimizer: str) -> None:
     assert relative(losses, still.losses) < 1e-9
     assert all(other == results[0] for other in results)
     assert min(moved) > 0, "every plan must move something"
-
-
-def lose(rank: int, world: int, run: Run) -> str:
-    """Claim that rank 0's state is gone: expert 0 was only there."""
-    engine, _ = build(rank, world, run)
-    before = [buffer.rows.clone() for buffer in engine.experts.buffers]
-    try:
-        engine.experts.change_plan(engine.plan, rank, previous_ranks=[None, 1])
-    except ExpertsLost as error:
-        same = all(torch.equal(a, b.rows) for a, b in zip(before, engine.experts.buffers, strict=True))
-        return f"{error} / {same}"
-    return "not noticed"
-
-
-def test_a_lost_expert_is_named_before_anything_moves(workers: Pools) -> None:
-    run = Run(experts=3, k=1, micro_batches=2, slots=((0, 1), (1, 2)))
-    for message in workers(2)(lose, dataclasses.replace(run), timeout=60):
-        assert message == "2 experts have no replica left: layer 0 expert 0, layer 1 expert 0 / True"

@@ -111,7 +111,7 @@ def lazarus(rank: int, world: int, options: dict[str, Any], accumulation: int, k
     config = {**_config(accumulation), "lazarus": {"experts": {"min_replicas": 2}}}
     engine, *_ = megatron_lazarus.initialize(model=model, optimizer=_optimizer(model, kind), config=config)
     gradients: dict[str, Tensor] = {}
-    commit = engine._commit
+    commit = engine.protocol._commit
 
     def capture(*arguments: Any) -> None:
         if not gradients:
@@ -121,7 +121,7 @@ def lazarus(rank: int, world: int, options: dict[str, Any], accumulation: int, k
                     gradients[_expert_name(layer, expert, name)] = parameter.grad.clone()
         commit(*arguments)
 
-    engine._commit = capture
+    engine.protocol._commit = capture
     first = _train(rank, engine, accumulation, STEPS)
     return {"first": first, "gradients": gradients, "weights": dict(engine.module.state_dict())}
 

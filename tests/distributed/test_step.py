@@ -29,10 +29,10 @@ def golden(rank: int, world: int, run: Run) -> tuple[float | None, list[float], 
     those elements moved.
     """
     engine, _ = build(rank, world, run)
-    for parameter in engine._dense:
+    for parameter in engine.protocol._dense:
         parameter.grad = torch.zeros_like(parameter)
-    watched = [parameter.detach().view(-1)[0:1] for parameter in engine._dense[:3]]
-    for parameter, value in zip(engine._dense, (3.0, 4.0, 12.0), strict=False):
+    watched = [parameter.detach().view(-1)[0:1] for parameter in engine.protocol._dense[:3]]
+    for parameter, value in zip(engine.protocol._dense, (3.0, 4.0, 12.0), strict=False):
         parameter.grad.view(-1)[0] = value
     for placement, buffer in zip(engine.plan.layers, engine.experts.buffers, strict=True):
         for expert, slot in buffer.first_slots().items():
@@ -43,7 +43,7 @@ def golden(rank: int, world: int, run: Run) -> tuple[float | None, list[float], 
     dense_before = [float(value) for value in watched]
     buffer = engine.experts.buffers[0]
     experts_before = buffer.field("parameter")[:, 5].clone()
-    engine._finish_step({"loss": torch.zeros(())}, 1, "golden")
+    engine.protocol.finish({"loss": torch.zeros(())}, 1, "golden")
     moved = [old - float(new) for old, new in zip(dense_before, watched, strict=True)]
     expert_moved = (experts_before - buffer.field("parameter")[:, 5]).tolist()
     return engine.get_global_grad_norm(), moved, dict(zip(buffer.experts, expert_moved, strict=True))
@@ -114,7 +114,7 @@ def stopped(rank: int, world: int, run: Run) -> str:
     def poison(*arguments: Any, **options: Any) -> None:
         backward(*arguments, **options)
         if rank == 0:
-            engine._dense[0].grad[0] = math.nan
+            engine.protocol._dense[0].grad[0] = math.nan
 
     engine._backward = poison
     try:

@@ -128,11 +128,12 @@ def test_experts_that_records_cannot_hold(expert: nn.Module, message: str) -> No
 
 def test_predicted_activation_bytes() -> None:
     """Linear 4->6, GELU, Linear 6->4 in float32 save their inputs: 4 + 6 + 6 floats a row, of which 4 are the row."""
+    from megatron_lazarus.moe.communication import Communicator
     from megatron_lazarus.moe.layer import MoELayer
 
     layer = MoELayer(4, nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)), 3, k=2)
     assert layer.experts_row_bytes() == (4 * 16, 48)
-    layer.bind_placement(np.ones((3, 5), dtype=np.int64), 0, np.zeros(5, dtype=np.int64))
+    layer.bind_placement(np.ones((3, 5), dtype=np.int64), 0, np.zeros(5, dtype=np.int64), Communicator())
     assert layer.peak_activation_bytes(10) == (20 * (64 + 48), 100 * (64 + 48))
     layer.experts.max_tokens_per_chunk = 7
     assert layer.peak_activation_bytes(10) == (20 * 64 + 7 * 48, 100 * 64 + 7 * 48)

@@ -1,0 +1,152 @@
+"""The step protocol: reduce, vote, then commit or skip. After the vote nothing waits for another rank any more.
+
+The vote is one all-reduce of [dense norm squared, expert norm squared, non-finite flag, change flag, losses]. It starts
+only when all gradients are reduced; where it completes on any rank, every rank holds all it needs to apply the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lazarus.config import BatchSizes
+from megatron_lazarus.expert_state import ExpertState
+from megatron_lazarus.guard import LossGuard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One global step. ``loss`` and ``metrics`` are means over the M micro-batches, equal on every rank.
+
+    ``step`` counts from 0; ``skipped`` steps changed nothing but the counters; ``grad_norm`` is before clipping.
+    """
+
+    step: int
+    loss: float
+    metrics: dict[str, float]
+    grad_norm: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What the all-reduce of a step gave, alike on every rank. ``change``: some rank asks for a change of the world."""
+
+    step: int
+    samples: str
+    dense_squared: float
+    expert_squared: float
+    nonfinite: bool
+    change: bool
+    means: dict[str, float]
+
+
+class StepProtocol:
+    """Finishes the steps of one engine.
+
+    ``last_vote``: the newest vote that completed here. ``reduced_step``: the step whose gradients are all reduced
+    here and not yet applied. Between them they tell what a recovery must finish (see ``recovery``).
+    """
+
+    def __init__(
+        self, ds_engine: Any, experts: ExpertState, sizes: BatchSizes, guard: LossGuard, gradient_clipping: float
+    ) -> None:
+        self._engine, self._experts, self._sizes = ds_engine, experts, sizes
+        self._guard, self._clip = guard, gradient_clipping
+        self._dense = [p for p in ds_engine.module.parameters() if p.requires_grad and p.numel()]
+        self.wants_change: Callable[[], bool] = lambda: False
+        self.last_vote: Vote | None = None
+        self.reduced_step: int | None = None
+        self.grad_norm: float | None = None
+
+    def finish(
+        self, sums: dict[str, Tensor], count: int, samples: str, lr_kwargs: Mapping[str, Any] | None = None
+    ) -> StepResult:
+        """Sum replicas' gradients, vote, decide. DeepSpeed has reduced the dense gradients in its last backward."""
+        step = self._engine.global_steps
+        self._experts.reduce_gradients()
+        self.reduced_step = step
+        vote = self._vote(step, sums, count, samples)
+        self.last_vote = vote
+        return self.decide(vote, lr_kwargs)
+
+    def _vote(self, step: int, sums: dict[str, Tensor], count: int, samples: str) -> Vote:
+        device = self._engine.device
+        dense = [p.grad for p in self._dense if p.grad is not None]
+        squares = [_squared_norm(some, device) for some in (dense, self._experts.norm_gradients)]
+        finite = torch.isfinite(squares[0]) & torch.isfinite(squares[1])
+        if self._experts.rank != 0:
+            squares[0] = torch.zeros_like(squares[0])
+        names = sorted(sums)
+        change = torch.tensor(float(self.wants_change()), dtype=torch.float64)
+        totals = self.all_reduce([*squares, (~finite).double(), change, *(sums[name] for name in names)])
+        means = {name: total / count for name, total in zip(names, totals[4:], strict=True)}
+        return Vote(step, samples, totals[0], totals[1], totals[2] != 0, totals[3] != 0, means)
+
+    def decide(self, vote: Vote, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
+        """Commit or skip the step as its vote says. Local: no other rank is waited for.
+
+        Raises StepRefused where the guard's policy is to stop.
+        """
+        means = dict(vote.means)
+        loss = means.pop("loss")
+        squared = vote.dense_squared + vote.expert_squared
+        norm = math.sqrt(squared) if squared >= 0 else math.nan
+        refused = self._guard.refuses(vote.step, loss, norm, not vote.nonfinite, vote.samples)
+        if refused is None:
+            self._commit(norm, lr_kwargs)
+        else:
+            logger.log(logging.WARNING if self._experts.rank == 0 else logging.DEBUG, "%s: skipped", refused)
+            self._skip()
+        self.grad_norm = norm
+        self.reduced_step = None
+        self._experts.clear_step()
+        return StepResult(step=vote.step, loss=loss, metrics=means, grad_norm=norm, skipped=refused is not None)
+
+    def _commit(self, norm: float, lr_kwargs: Mapping[str, Any] | None) -> None:
+        if self._clip > 0 and norm > self._clip:
+            factor = self._clip / (norm + 1e-6)
+            torch._foreach_mul_([p.grad for p in self._dense if p.grad is not None], factor)
+            self._experts.scale_gradients(factor)
+        # Experts first: DeepSpeed's step ends by advancing the learning rate.
+        self._experts.commit()
+        self._engine.step(lr_kwargs)
+
+    def _skip(self) -> None:
+        """What DeepSpeed does at an overflow: counters advance, model, optimizer and schedule do not."""
+        engine = self._engine
+        engine.zero_grad()
+        engine.skipped_steps += 1
+        engine.global_steps += 1
+        engine.global_samples += self._sizes.global_batch_size
+        engine.micro_steps += 1
+        engine._step_applied = False
+
+    def abandon(self) -> None:
+        """Drop whatever was computed of the step in progress."""
+        self._engine.zero_grad()
+        self._experts.clear_step()
+        self.reduced_step = None
+
+    def all_reduce(self, values: Sequence[Tensor]) -> list[float]:
+        """Sums over ranks, in float64."""
+        vector = torch.stack([value.to(self._engine.device, torch.float64) for value in values])
+        if self._experts.plan.world_size > 1:
+            self._experts.peers.all_reduce(vector)
+        return vector.tolist()
+
+
+def _squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares in float64, as a scalar tensor."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    return torch.stack(norms).square().sum()
