@@ -74,6 +74,8 @@ class ProcessGroups:
 
     def _init(self, generation: Generation) -> None:
         host, port = generation.store
+        # Names of groups are counted; a build that failed has counted on some ranks only.
+        dist.distributed_c10d._world.group_count = 0
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._short)
         dist.init_process_group(
             self.backend,

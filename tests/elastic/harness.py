@@ -49,14 +49,12 @@ class LocalJob:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def _start(
-        self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         with (self.log_dir / f"{name}.log").open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, *arguments, *(("--log-dir", str(self.log_dir)) if name == "coordinator" else ())],
+                [sys.executable, "-m", *arguments],
                 cwd=REPOSITORY,
-                env={**self.environment, **(environment or {})},
+                env={**self.environment, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -122,6 +120,12 @@ class LocalJob:
             if process.environ()["LOCAL_RANK"] == str(local_rank):
                 return process
         raise AssertionError(f"node {node} has no worker {local_rank}")
+
+    def newest_working(self, after: int) -> int | None:
+        """The newest generation if it works and came after that one."""
+        generations = [event["generation"] for event in self.events() if event["kind"] in ("generation", "working")]
+        newest = max(generations, default=0)
+        return newest if newest > after and generations.count(newest) == 2 else None
 
     # -- faults -------------------------------------------------------------------------------------------------
 
