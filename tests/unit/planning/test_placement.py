@@ -143,6 +143,22 @@ def test_domains_hold_replicas_apart():
     assert any(len({racks[node] for node in plain.layers[0].holders(expert)}) == 1 for expert in range(4))
 
 
+def test_domains_and_distinct_nodes_hold_together_on_uneven_nodes():
+    """The share of domain 0 puts two replicas on one node; an exchange parts them and keeps the domains apart."""
+    slots, domains = [3, 3, 2, 4, 1, 3], dict(enumerate([2, 2, 0, 1, 0, 1]))
+    layer = make_plan([[4, 16, 10, 17]], range(6), slots, 4, domains=domains).layers[0]
+    assert all(len(layer.holders(expert)) >= 4 for expert in range(4))
+    assert sum(len({domains[node] for node in layer.holders(expert)}) for expert in range(4)) == 11
+
+
+def test_groups_start_with_reliable_nodes_where_nothing_is_searched():
+    """14 nodes: the group of the fragile expert is on the two nodes that fail least."""
+    plan = make_plan(
+        [[1, 100, 100]], range(14), 3, 2, weights={node: 1 if node in (5, 11) else 9 for node in range(14)}
+    )
+    assert set(plan.layers[0].holders(0)) >= {5, 11}
+
+
 def test_fragile_experts_go_to_reliable_nodes():
     """E <= c: the expert with fewest replicas decides, and its two best nodes are the two that fail least."""
     plan = make_plan([[1, 100, 100]], range(5), 3, 2, weights={0: 9, 1: 1, 2: 9, 3: 1, 4: 9})
