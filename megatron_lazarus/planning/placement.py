@@ -135,7 +135,7 @@ class NodePlacer:
             # Thorough where every case is compared with brute force; beyond, a few milliseconds a layer.
             starts, shakes = (3, 30) if len(self.slots) <= 6 else (2, 2)
             return search(ranked[:starts], promised, space, shakes)
-        return min(candidates, key=_smallest_sets)
+        return min(candidates, key=lambda counts: _smallest_sets(counts, self.weights))
 
     def _space(self) -> LossSpace:
         return loss_space(len(self.slots), None if self.weights is None else tuple(self.weights.tolist()))
@@ -172,9 +172,14 @@ def _compositions(experts: int, capacity: int) -> Iterator[tuple[int, ...]]:
     yield (experts - capacity * (fewest - 1),) + (capacity,) * (fewest - 1)
 
 
-def _smallest_sets(counts: IntArray) -> tuple[tuple[int, int], ...]:
-    """Distinct node sets of the experts by size, as (size, -number): compares like the first losses that kill."""
-    sets = np.unique(np.packbits(counts > 0, axis=1), axis=0)
-    sizes, numbers = np.unique(np.bitwise_count(sets).sum(axis=1), return_counts=True)
-    # An absent size is better than a present one, so larger sizes first means comparing sizes negated.
-    return tuple((-int(size), int(number)) for size, number in zip(sizes, numbers, strict=True))
+def _smallest_sets(counts: IntArray, weights: FloatArray | None) -> tuple[tuple[int, float], ...]:
+    """Distinct node sets of the experts by ascending size, as (-size, their weight): compares like the first losses.
+
+    A set weighs the product of its nodes' weights; without weights each counts one.
+    """
+    sets = np.unpackbits(np.unique(np.packbits(counts > 0, axis=1), axis=0), axis=1, count=counts.shape[1])
+    sizes = sets.sum(axis=1)
+    log_odds = np.zeros(counts.shape[1]) if weights is None else np.log(weights)
+    # The largest exponents of floating point; only small sets, of far smaller products, ever decide.
+    weight = np.exp(np.clip(sets @ log_odds, -700, 700))
+    return tuple((-int(size), round(float(weight[sizes == size].sum()), 9)) for size in np.unique(sizes))

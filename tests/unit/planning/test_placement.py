@@ -151,18 +151,19 @@ def test_domains_and_distinct_nodes_hold_together_on_uneven_nodes():
     assert sum(len({domains[node] for node in layer.holders(expert)}) for expert in range(4)) == 11
 
 
-def test_groups_start_with_reliable_nodes_where_nothing_is_searched():
-    """14 nodes: the group of the fragile expert is on the two nodes that fail least."""
-    plan = make_plan(
-        [[1, 100, 100]], range(14), 3, 2, weights={node: 1 if node in (5, 11) else 9 for node in range(14)}
-    )
-    assert set(plan.layers[0].holders(0)) >= {5, 11}
+def test_distinct_nodes_come_before_domains_where_both_cannot_be_had():
+    """No exchange between nodes repairs what the domains' shares break here; the promise about nodes is kept."""
+    slots, domains = [3, 2, 4, 1, 5, 1], dict(enumerate([2, 1, 2, 0, 1, 2]))
+    layer = make_plan([[12, 7]], range(6), slots, 5, domains=domains).layers[0]
+    assert all(len(layer.holders(expert)) >= 5 for expert in range(2))
 
 
-def test_fragile_experts_go_to_reliable_nodes():
-    """E <= c: the expert with fewest replicas decides, and its two best nodes are the two that fail least."""
-    plan = make_plan([[1, 100, 100]], range(5), 3, 2, weights={0: 9, 1: 1, 2: 9, 3: 1, 4: 9})
-    assert set(plan.layers[0].holders(0)) >= {1, 3}
+@pytest.mark.parametrize("nodes", [5, 14])
+def test_fragile_experts_go_to_reliable_nodes(nodes):
+    """E <= c: the expert with fewest replicas decides, so it belongs on the two nodes that fail least."""
+    weights = [1 if node in (1, 3) else 9 for node in range(nodes)]
+    counts = place_replicas([2, nodes, nodes], 3, 2, nodes=nodes, weights=weights)
+    assert np.flatnonzero(counts[0]).tolist() == [1, 3]
 
 
 def weighted_loss(supports: list[set[int]], weights: list[float], size: int) -> float:
