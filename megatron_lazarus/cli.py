@@ -7,12 +7,15 @@ import sys
 from collections.abc import Sequence
 
 from megatron_lazarus import plan_command
+from megatron_lazarus.elastic import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``lazarus <command> …`` and return its exit status."""
     parser = argparse.ArgumentParser(prog="lazarus", description=__doc__)
-    plan_command.add_parser(parser.add_subparsers(dest="command", required=True))
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    plan_command.add_parser(subparsers)
+    run_command.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 

@@ -275,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConnectionError as error:
         logger.error("%s", error)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ class Coordinator:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._log_dir is not None:
+                (self._log_dir / JOB_FILE).unlink(missing_ok=True)
             self._journal.close()
         assert self.job.result is not None
         return 0 if self.job.result["status"] == "completed" else 1
@@ -208,6 +210,8 @@ class Coordinator:
             job.built(worker, int(message["generation"]))
         elif do == "leave":
             job.leave(worker)
+        elif do == "drain":
+            job.drain(worker.node.name)
         elif do == "may_publish":
             allowed = job.may_publish(worker, int(message["generation"]))
             worker.channel.send({"re": message["id"], "allowed": allowed})

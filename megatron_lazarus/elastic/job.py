@@ -206,7 +206,8 @@ class Job:
         for node in [node for node in self.nodes.values() if node.alive]:
             for worker in node.present:
                 silent = now - worker.heard
-                if silent > config.heartbeat_timeout_s:
+                # Nobody waits yet for one that still loads libraries, which may keep its other threads from running.
+                if silent > (config.heartbeat_timeout_s if node.state == "member" else config.lease_s):
                     self.dump_stacks()
                     self.fail_node(node, "silent", f"local rank {worker.local_rank} is silent", silent)
                     break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,6 +167,16 @@ class Membership:
         """As this worker has heard; ranks must agree on it (in the step's vote) before they act on it."""
         heard = self._watchdog.pending
         return Pending(tuple(heard["join"]), dict(heard["drain"]))
+
+    def drain_on_signals(self) -> None:
+        """From now on SIGTERM and SIGUSR1 mean that this node shall leave; to be called in the main thread."""
+
+        def handle(*_: object) -> None:
+            # Only a note: the interrupted code may hold the lock of the connection.
+            self._watchdog.drain_asked = True
+
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, handle)
 
     # -- changes of the world -----------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class Watchdog(threading.Thread):
         self._beats = 0
         self._contact = time.monotonic()
         self._released = self._closed = False
+        self.drain_asked = False
 
     def _first_contact(self, limit_s: float) -> tuple[BlockingChannel, Message]:
         deadline = time.monotonic() + limit_s
@@ -128,6 +129,9 @@ class Watchdog(threading.Thread):
         self._beats += 1
         beat = {"step": step, "phase": phase, "collective": collective, "age_s": round(time.monotonic() - since, 3)}
         self.tell({"do": "heartbeat", "number": self._beats, **beat})
+        if self.drain_asked:
+            self.drain_asked = False
+            self.tell({"do": "drain"})
 
     def _handle(self, message: Message) -> None:
         self._contact = time.monotonic()

@@ -40,6 +40,7 @@ class Loop:
         config = self.membership.config
         self.groups = ProcessGroups("gloo", config.collective_timeout_s + config.heartbeat_timeout_s)
         self.membership.on_broken(self.groups.unblock)
+        self.membership.drain_on_signals()
         use_interface(config.interface, self.membership.local_address)
         self.collectives = 0
 

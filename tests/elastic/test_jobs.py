@@ -142,10 +142,14 @@ def test_a_newcomer_and_a_returning_node(tmp_path: Path) -> None:
         assert reasons == ["start", "change", "failure", "change"]
 
 
-def test_a_drained_node_leaves_at_a_step_boundary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", ["agent", "worker"])
+def test_a_drained_node_leaves_at_a_step_boundary(told: str, tmp_path: Path) -> None:
     with local_job(tmp_path, "a", "b", "c") as job:
         working(job)
-        job.agents["b"].send_signal(signal.SIGTERM)
+        if told == "agent":
+            job.agents["b"].send_signal(signal.SIGTERM)
+        else:
+            job.worker("b").send_signal(signal.SIGUSR1)
         working(job, generation=2)
         assert job.agents["b"].wait(10) == 0
         completed(job, generation=2, world_size=2)
