@@ -11,7 +11,7 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=[*find_packages(include=["megatron_lazarus", "megatron_lazarus.*"]), "megatron_lazarus.patches"],
     package_dir={"megatron_lazarus.patches": "patches"},
     package_data={"megatron_lazarus": ["py.typed"]},

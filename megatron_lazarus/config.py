@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from megatron_lazarus.elastic.settings import ElasticConfig
+
 _Section = TypeVar("_Section")
 
 
@@ -69,6 +71,7 @@ class LazarusConfig:
     enabled: bool = True
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     @classmethod
     def from_json(cls, section: object) -> LazarusConfig:
@@ -213,7 +216,10 @@ def _parse(cls: type[_Section], value: object, path: str) -> _Section:
         else:
             _check_type(hint, item, f"{path}.{key}")
             arguments[key] = item
-    return cls(**arguments)
+    try:
+        return cls(**arguments)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_type(hint: Any, value: object, path: str) -> None:

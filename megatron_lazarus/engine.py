@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lazarus.checkpoint.engine import ExpertCheckpoint
 from megatron_lazarus.config import BatchSizes, LazarusConfig
-from megatron_lazarus.expert_state import ExpertState
+from megatron_lazarus.expert_state import ExpertsLost, ExpertState
 from megatron_lazarus.guard import LossGuard
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.planning.batches import micro_batches
 from megatron_lazarus.planning.plan import Plan
+from megatron_lazarus.recovery import Elastic
 from megatron_lazarus.rng import seed_micro_batch
 from megatron_lazarus.step import StepProtocol, StepResult
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _EVALUATION = -1
 """In place of a step number, so that evaluation draws from streams of its own."""
+
+Outcome = TypeVar("Outcome")
 
 MicroBatchFn = Callable[[int, int], Any]
 """(step, micro-batch number) -> the model's arguments: a mapping, a sequence or one tensor."""
@@ -48,6 +51,7 @@ class LazarusEngine:
         config: LazarusConfig,
         gradient_clipping: float,
         seed: int,
+        elastic: Elastic | None = None,
     ) -> None:
         self.deepspeed_engine = ds_engine
         self.experts, self.sizes, self.config, self.seed = experts, sizes, config, seed
@@ -63,6 +67,9 @@ class LazarusEngine:
             ds_engine.communication_data_type = torch.float64
         self.protocol = StepProtocol(ds_engine, experts, sizes, self.guard, gradient_clipping)
         self._checkpoint = ExpertCheckpoint(ds_engine, experts)
+        self._elastic = elastic
+        if elastic is not None:
+            elastic.attach(self)
         self._set_boundary()
 
     @property
@@ -92,8 +99,65 @@ class LazarusEngine:
     def train_batch(self, micro_batch_fn: MicroBatchFn) -> StepResult:
         """Run one step on the M micro-batches ``micro_batch_fn(step, 0..M-1)``, of which this rank does its share.
 
-        The model returns its loss, or (loss, metrics). Raises StepRefused where the guard's policy is to stop.
+        The model returns its loss, or (loss, metrics). Under a coordinator the step survives the loss of other nodes,
+        and between steps nodes join and leave; this node's own departure raises NodeDrained (a SystemExit, status 0).
+        Raises StepRefused where the guard's policy is to stop.
         """
+        if self._elastic is None:
+            return self._train_step(micro_batch_fn)
+        self._elastic.change_world()
+        return self._elastic.run(
+            lambda: self._train_step(micro_batch_fn),
+            lambda _: {"vote": self.protocol.vote_json()},
+            lambda _: self.protocol.result(),
+        )
+
+    def eval_batch(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
+        """Mean loss and metrics over ``micro_batch_fn(step, 0..num_micro_batches-1)``, without gradients."""
+        return self._together(lambda: self._evaluate(micro_batch_fn, num_micro_batches))
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether any rank passes true; every rank passes as many."""
+        values = [torch.tensor(float(flag)) for flag in flags]
+        return self._together(lambda: [total > 0 for total in self.protocol.all_reduce(values)])
+
+    def finish(self) -> None:
+        """Wait until every member has finished; to be called once, at the end of a run under a coordinator."""
+        if self._elastic is not None:
+            self._elastic.finish({"steps": self.global_steps})
+
+    @property
+    def joined_running(self) -> bool:
+        """Whether this process came into a run that had begun: its state is the run's, not to be loaded."""
+        return self._elastic is not None and self._elastic.joined_running
+
+    def _together(self, attempt: Callable[[], Outcome]) -> Outcome:
+        """Do something that all ranks do and whose result is JSON, again if nodes are lost meanwhile."""
+        if self._elastic is None:
+            return attempt()
+        return self._elastic.run(attempt, lambda value: {"value": value}, lambda outcome: outcome["value"])
+
+    def settle(self) -> None:
+        """After a change of the world: nothing of an interrupted micro-batch remains."""
+        self._context.ghost, self._context.phase = False, "forward"
+        self._micro_step, self._loss_sum = 0, None
+        self._set_boundary()
+
+    def restore_lost(self, lost: Sequence[tuple[int, int]], rank: int, world_size: int) -> None:
+        """Take experts that no member holds from the newest checkpoint; each rank adopts a share of them.
+
+        Raises ExpertsLost if the run has no checkpoint.
+        """
+        names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in lost[:10])
+        folder = self._checkpoint.newest
+        if folder is None:
+            raise ExpertsLost(f"{len(lost)} experts have no replica left, and there is no checkpoint: {names}")
+        if rank == 0:
+            logger.warning("%d experts have no replica left; taken from %s: %s", len(lost), folder, names)
+        for layer, expert in lost[rank::world_size]:
+            self.experts.adopt(layer, self._checkpoint.read_record(folder, layer, expert))
+
+    def _train_step(self, micro_batch_fn: MicroBatchFn) -> StepResult:
         step, total = self.global_steps, self.sizes.micro_batches
         share = micro_batches(total, self.world_size)[self.rank]
         rounds = -(-total // self.world_size)
@@ -111,33 +175,29 @@ class LazarusEngine:
             loss, metrics = self._forward(arguments)
             self._log_memory()
             self._backward(loss * (0.0 if ghost else 1.0 / total))
-            for name, value in {"loss": loss, **metrics}.items():
-                term = value.detach().double() * (0.0 if ghost else 1.0)
-                sums[name] = sums[name] + term if name in sums else term
+            _add(sums, {"loss": loss, **metrics}, ghost)
         self._context.ghost = False
         first, size = step * self.sizes.global_batch_size, self.sizes.global_batch_size
         return self.protocol.finish(sums, total, f"samples {first}..{first + size - 1}")
 
-    def eval_batch(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
-        """Mean loss and metrics over ``micro_batch_fn(step, 0..num_micro_batches-1)``, without gradients."""
-        step = self.global_steps
+    def _evaluate(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
         share = micro_batches(num_micro_batches, self.world_size)[self.rank]
         was_training = self.module.training
         self.module.eval()
         sums: dict[str, Tensor] = {}
-        with torch.no_grad():
+        try:
             for index in range(-(-num_micro_batches // self.world_size)):
-                self._context.ghost = index >= len(share)
-                number = 0 if self._context.ghost else share[index]
-                arguments = micro_batch_fn(step, number)
+                ghost = self._context.ghost = index >= len(share)
+                number = 0 if ghost else share[index]
+                arguments = micro_batch_fn(self.global_steps, number)
                 # Some routers sample in evaluation too; the same draws at every evaluation.
                 seed_micro_batch(self.seed, _EVALUATION, number)
-                loss, metrics = self._forward(arguments)
-                for name, value in {"loss": loss, **metrics}.items():
-                    term = value.detach().double() * (0.0 if self._context.ghost else 1.0)
-                    sums[name] = sums[name] + term if name in sums else term
-        self._context.ghost = False
-        self.module.train(was_training)
+                with torch.no_grad():
+                    loss, metrics = self._forward(arguments)
+                _add(sums, {"loss": loss, **metrics}, ghost)
+        finally:
+            self._context.ghost = False
+            self.module.train(was_training)
         totals = self.protocol.all_reduce([sums[name] for name in sorted(sums)])
         return {name: value / num_micro_batches for name, value in zip(sorted(sums), totals, strict=True)}
 
@@ -249,7 +309,10 @@ class LazarusEngine:
 
         Raises CheckpointError, before anything is written, for a ``client_state`` that could not be loaded safely.
         """
-        return self._checkpoint.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        state = client_state or {}
+        return self._together(
+            lambda: self._checkpoint.save(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+        )
 
     def load_checkpoint(
         self,
@@ -276,6 +339,13 @@ class LazarusEngine:
         )
         self.experts.optimizer.load_steps()
         return result
+
+
+def _add(sums: dict[str, Tensor], values: dict[str, Tensor], ghost: bool) -> None:
+    """Add a micro-batch's values to the sums; a ghost's weigh nothing."""
+    for name, value in values.items():
+        term = value.detach().double() * (0.0 if ghost else 1.0)
+        sums[name] = sums[name] + term if name in sums else term
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -13,7 +13,7 @@ from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.migration import migrate
 from megatron_lazarus.moe.optimizer import ExpertOptimizer
-from megatron_lazarus.moe.records import RecordBuffer, RecordLayout
+from megatron_lazarus.moe.records import RecordBuffer
 from megatron_lazarus.moe.replicas import Backend, ReplicaGradients
 from megatron_lazarus.planning.migration import migration
 from megatron_lazarus.planning.plan import Plan
@@ -22,18 +22,27 @@ Holdings = tuple[tuple[int, ...], ...]
 """The experts whose records a rank has, layer by layer, in slot order."""
 
 
+_LOAD_MEMORY = 0.98
+"""What remains of a step's load after the next one: about fifty steps count."""
+
+
+class ExpertsLost(RuntimeError):
+    """No member holds some experts, and there is no checkpoint to take them from."""
+
+
 class ExpertState:
     """What is exchanged, clipped, stepped, saved and moved of the experts, for one rank of one world.
 
-    ``buffers[layer]`` are this rank's records under ``plan``. ``base`` is the client optimizer, whose options and
-    learning rates the experts follow.
+    ``buffers[layer]`` are this rank's records under ``plan``; without a plan they are empty, until ``change_plan``.
+    ``base`` is the client optimizer, whose options and learning rates the experts follow. ``loads[layer]`` are the
+    tokens of each expert in recent committed steps, the older the less they count.
     """
 
     def __init__(
         self,
         layers: Sequence[MoELayer],
         buffers: Sequence[RecordBuffer],
-        plan: Plan,
+        plan: Plan | None,
         context: StepContext,
         rank: int,
         base: torch.optim.Optimizer,
@@ -42,11 +51,24 @@ class ExpertState:
         self.layers, self.context = layers, context
         self.peers = Communicator()
         self._base, self._backend = base, exchange
-        self._bind(buffers, plan, rank)
+        self._plan = plan
+        self.buffers, self.rank = list(buffers), rank
+        self.loads = [np.ones(layer.num_experts) for layer in layers]
+        for layer in layers:
+            layer.bind_context(context)
+        if plan is not None:
+            self._bind(buffers, plan, rank)
+
+    @property
+    def plan(self) -> Plan:
+        """Which expert sits in which slot of which rank. Raises RuntimeError before the first one."""
+        if self._plan is None:
+            raise RuntimeError("the experts have no place yet: this process has not joined a world")
+        return self._plan
 
     def _bind(self, buffers: Sequence[RecordBuffer], plan: Plan, rank: int) -> None:
         """Make layers, gradient exchange, norm and optimizer follow ``plan`` and ``buffers``."""
-        self.buffers, self.plan, self.rank = list(buffers), plan, rank
+        self.buffers, self._plan, self.rank = list(buffers), plan, rank
         nodes = np.asarray(plan.rank_nodes, dtype=np.int64)
         holders = []
         self.norm_gradients: list[Tensor] = []
@@ -73,7 +95,8 @@ class ExpertState:
     def commit(self) -> None:
         """Step records and router biases."""
         self.optimizer.step()
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            self.loads[index] = self.loads[index] * _LOAD_MEMORY + layer.load
             layer.gate.update_expert_bias(torch.from_numpy(layer.load))
 
     def clear_step(self) -> None:
@@ -89,10 +112,6 @@ class ExpertState:
     def holdings(self) -> Holdings:
         """What this rank has, whatever the plan says: they differ after a migration that was interrupted."""
         return tuple(buffer.experts for buffer in self.buffers)
-
-    @property
-    def layouts(self) -> tuple[RecordLayout, ...]:
-        return tuple(buffer.layout for buffer in self.buffers)
 
     def adopt(self, layer: int, records: RecordBuffer) -> None:
         """Hold further records of a layer, beyond the slots, until the next change of plan."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Any
 
 from megatron_lazarus.config import GuardConfig
 
@@ -42,6 +43,21 @@ class LossGuard:
                 f'"lazarus.guard.max_consecutive_skips" = {self._config.max_consecutive_skips}'
             )
         return message
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` needs on another rank."""
+        return {
+            "recent": list(self._recent),
+            "consecutive_skips": self.consecutive_skips,
+            "nonfinite_steps": self.nonfinite_steps,
+            "spiking_steps": self.spiking_steps,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._recent = deque(state["recent"], maxlen=self._config.spike_window)
+        self.consecutive_skips = state["consecutive_skips"]
+        self.nonfinite_steps = state["nonfinite_steps"]
+        self.spiking_steps = state["spiking_steps"]
 
     def _reason(self, loss: float, grad_norm: float, finite: bool) -> tuple[str, str] | None:
         if not finite or not math.isfinite(loss) or not math.isfinite(grad_norm):

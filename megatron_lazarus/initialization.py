@@ -31,10 +31,11 @@ from megatron_lazarus.expert_state import ExpertState
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.optimizer import optimizer_kind, record_state_names
-from megatron_lazarus.moe.records import MASTER, PARAMETER, RecordBuffer
+from megatron_lazarus.moe.records import RecordBuffer, RecordLayout
 from megatron_lazarus.patches import ALL, apply_all
+from megatron_lazarus.placing import plan_for
 from megatron_lazarus.planning.plan import Placement, Plan
-from megatron_lazarus.planning.planner import make_plan
+from megatron_lazarus.recovery import elastic_from_environment, joins_coordinator, private_world
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,15 @@ def initialize(
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer_kind(optimizer)
         record_state_names(optimizer)
-    world_size, rank = _expected_world()
+    joins = joins_coordinator(section)
+    world_size, rank = (1, 0) if joins else _expected_world()
     sizes = batch_sizes(ds_config, world_size)
+    if joins and "train_batch_size" not in ds_config:
+        raise ConfigError('"train_batch_size" is missing; a run whose ranks come and go needs a fixed global batch')
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     for layer in layers:
-        slots_per_rank(section.experts, layer.num_experts, world_size)
+        if not joins:
+            slots_per_rank(section.experts, layer.num_experts, world_size)
         if section.experts.max_tokens_per_expert_chunk is not None:
             layer.experts.max_tokens_per_chunk = section.experts.max_tokens_per_expert_chunk
 
@@ -91,7 +96,11 @@ def initialize(
     apply_all(ALL)
     # A worker killed while it builds this extension leaves a lock that every later start would wait for.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not dist.is_initialized():
+    elastic = elastic_from_environment() if joins else None
+    if elastic is not None:
+        # DeepSpeed's constructor runs collectives in which no other member would take part.
+        private_world()
+    elif not dist.is_initialized():
         from deepspeed.accelerator import get_accelerator
 
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), distributed_port=distributed_port)
@@ -110,29 +119,31 @@ def initialize(
         config=_deepspeed_config(ds_config, sizes, world_size),
         mesh_param=mesh_param,
     )
-    context = StepContext()
-    plan = plan or _initial_plan(layers, section, _rank_nodes(world_size))
-    _check_plan(plan, layers, world_size)
     state_names = record_state_names(ds_engine.basic_optimizer)
-    buffers = []
-    for layer, groups, placement in zip(layers, option_groups, plan.layers, strict=True):
-        layer.bind_context(context)
+    layouts = []
+    for layer, groups in zip(layers, option_groups, strict=True):
         # DeepSpeed converts the parameters it finds registered; these it did not find.
         layer.experts.to(device=ds_engine.device, dtype=torch.bfloat16 if ds_engine.bfloat16_enabled() else None)
-        buffers.append(_into_records(layer, groups, state_names, placement, rank, ds_engine.device))
-    if rank == 0:
-        for index, placement in enumerate(plan.layers):
-            replicas = placement.replica_counts().sum(axis=1)
-            logger.info(
-                "MoE layer %d: %d experts on %d ranks, replicas %s", index, len(replicas), world_size, replicas.tolist()
-            )
+        layouts.append(layer.experts.layout(groups, state_names))
+    if elastic is None:
+        uniform = [np.ones(layer.num_experts) for layer in layers]
+        plan = plan or plan_for(uniform, section.experts, _rank_nodes(world_size))
+        _check_plan(plan, layers, world_size)
+        buffers = [
+            _into_records(layer, layout, placement, rank, ds_engine.device)
+            for layer, layout, placement in zip(layers, layouts, plan.layers, strict=True)
+        ]
+    else:
+        plan = None
+        buffers = [RecordBuffer(layout, (), ds_engine.device) for layout in layouts]
     engine = LazarusEngine(
         ds_engine,
-        experts=ExpertState(layers, buffers, plan, context, rank, ds_engine.basic_optimizer),
+        experts=ExpertState(layers, buffers, plan, StepContext(), rank, ds_engine.basic_optimizer),
         sizes=sizes,
         config=section,
         gradient_clipping=float(ds_config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)),
         seed=seed,
+        elastic=elastic,
     )
     return engine, ds_optimizer, dataloader, scheduler
 
@@ -238,18 +249,6 @@ def _rank_nodes(world_size: int) -> tuple[int, ...]:
     return tuple(order.index(entry) for entry in labels)
 
 
-def _initial_plan(layers: list[MoELayer], config: LazarusConfig, rank_nodes: tuple[int, ...]) -> Plan:
-    """Before any load is known every expert counts the same. Layers of one size are planned together."""
-    placements: dict[int, Placement] = {}
-    for num_experts in dict.fromkeys(layer.num_experts for layer in layers):
-        indices = [index for index, layer in enumerate(layers) if layer.num_experts == num_experts]
-        slots = slots_per_rank(config.experts, num_experts, len(rank_nodes))
-        replicas = min(config.experts.min_replicas, len(set(rank_nodes)))
-        plan = make_plan(np.ones((len(indices), num_experts)), rank_nodes, slots, replicas)
-        placements.update(zip(indices, plan.layers, strict=True))
-    return Plan(tuple(placements[index] for index in range(len(layers))), rank_nodes)
-
-
 def _check_plan(plan: Plan, layers: list[MoELayer], world_size: int) -> None:
     if len(plan.layers) != len(layers) or plan.world_size != world_size:
         raise ConfigError(
@@ -263,29 +262,17 @@ def _check_plan(plan: Plan, layers: list[MoELayer], world_size: int) -> None:
             )
 
 
-def _into_records(
-    layer: MoELayer,
-    options: dict[str, int | None],
-    state_names: tuple[str, ...],
-    placement: Placement,
-    rank: int,
-    device: torch.device,
-) -> RecordBuffer:
+def _into_records(layer: MoELayer, layout: RecordLayout, placement: Placement, rank: int, device: Any) -> RecordBuffer:
     """Move the layer's experts into records; each expert's initial values are those of one rank."""
-    layout = layer.experts.layout(options, state_names)
     buffer = RecordBuffer(layout, placement.slots[rank], torch.device(device))
-    parameters = buffer.field(PARAMETER)
     for expert in range(layer.num_experts):
-        # Ranks that seeded alike hold the same values anyway; else this is where DeepSpeed would have built it.
-        source = expert * placement.world_size // layer.num_experts
-        tensors = layer.experts.initial_tensors(expert)
-        flat = torch.cat([tensors[spec.name].reshape(-1) for spec in layout.tensors]).to(device)
+        record = layer.experts.initial_record(layout, expert, buffer.rows.device)
         if placement.world_size > 1:
-            dist.broadcast(flat, src=source)
+            # Ranks that seeded alike hold the same values anyway; else this is where DeepSpeed would have built it.
+            dist.broadcast(record.rows, src=expert * placement.world_size // layer.num_experts)
         for slot, held in enumerate(buffer.experts):
             if held == expert:
-                parameters[slot] = flat
-    if layout.has_master:
-        buffer.field(MASTER).copy_(parameters)
+                buffer.rows[slot] = record.rows[0]
     layer.experts.bind(buffer)
+    layer.experts.forget_initial()
     return buffer

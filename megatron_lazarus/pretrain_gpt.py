@@ -33,6 +33,7 @@ from megatron_lazarus.models.settings import (
     tera_flops_per_step,
 )
 from megatron_lazarus.models.tokenizer import build_tokenizer, identity, padded_vocab_size
+from megatron_lazarus.recovery import joins_coordinator, private_world
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -64,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     job = _Job(args, config, model, blends)
     job.train()
-    dist.destroy_process_group()
+    job.engine.finish()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return 0
 
 
@@ -156,7 +159,7 @@ class _Job:
 
     def _load(self) -> None:
         args = self.args
-        if not args.load:
+        if not args.load or self.engine.joined_running:
             return
         if not Path(args.load, "latest").is_file():
             on_rank_zero(f"WARNING: no checkpoint in {args.load}; starting from random weights")
@@ -198,9 +201,8 @@ class _Job:
         if not asked_for:
             return None
         # Clocks, signals and file systems differ between ranks; all must leave at the same step.
-        flags = torch.tensor([float(happened) for _, happened in asked_for], device=self.engine.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return next((name for (name, _), flag in zip(asked_for, flags.tolist(), strict=True) if flag), None)
+        flags = self.engine.any_rank([happened for _, happened in asked_for])
+        return next((name for (name, _), flag in zip(asked_for, flags, strict=True) if flag), None)
 
     def _on_sigterm(self, *_: Any) -> None:
         self._terminated = True
@@ -210,9 +212,10 @@ def _check_sections(config: dict[str, Any], num_experts: int) -> None:
     """Raise ConfigError for what ``initialize`` would refuse only after the model, and so a process group, is made."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     section = LazarusConfig.from_json(config.get("lazarus", {}))
+    joins = joins_coordinator(section)
     refuse_unsupported({key: value for key, value in config.items() if key != "lazarus"})
     batch_sizes(config, world_size)
-    if num_experts > 1:
+    if num_experts > 1 and not joins:
         slots_per_rank(section.experts, num_experts, world_size)
 
 
@@ -231,14 +234,11 @@ def _init_distributed() -> None:
 
     # A worker killed while it builds this extension leaves a lock that every later start would wait for.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = get_accelerator().communication_backend_name()
-    if "RANK" in os.environ:
-        deepspeed.init_distributed(backend, verbose=False)
-    elif not dist.is_initialized():
-        # Started without a launcher: a world of one, which needs no address.
-        os.environ["LOCAL_RANK"] = "0"
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if "RANK" in os.environ and "LAZARUS_COORDINATOR" not in os.environ:
+        deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    else:
+        # Started without a launcher, or by an agent, which brings this process into a world later.
+        private_world()
 
 
 def _engine(args: argparse.Namespace, config: dict[str, Any], model_configuration: GPTConfig) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class StepProtocol:
         self.wants_change: Callable[[], bool] = lambda: False
         self.last_vote: Vote | None = None
         self.reduced_step: int | None = None
+        self.last_result: StepResult | None = None
         self.grad_norm: float | None = None
 
     def finish(
@@ -109,7 +110,27 @@ class StepProtocol:
         self.grad_norm = norm
         self.reduced_step = None
         self._experts.clear_step()
-        return StepResult(step=vote.step, loss=loss, metrics=means, grad_norm=norm, skipped=refused is not None)
+        self.last_result = StepResult(vote.step, loss, means, norm, skipped=refused is not None)
+        return self.last_result
+
+    def result(self) -> StepResult:
+        """The last step's. Raises RuntimeError before the first one."""
+        if self.last_result is None:
+            raise RuntimeError("no step has been decided yet")
+        return self.last_result
+
+    def vote_json(self) -> dict[str, Any]:
+        """The last vote, for ``decide_from`` on another rank."""
+        if self.last_vote is None:
+            raise RuntimeError("no vote has completed yet")
+        return asdict(self.last_vote)
+
+    def decide_from(self, vote: dict[str, Any]) -> None:
+        """Decide the step whose vote completed on another rank only: all gradients are reduced here too."""
+        if self.reduced_step != vote["step"]:
+            raise AssertionError(f"vote of step {vote['step']}, but gradients of step {self.reduced_step} are reduced")
+        self.last_vote = Vote(**vote)
+        self.decide(self.last_vote)
 
     def _commit(self, norm: float, lr_kwargs: Mapping[str, Any] | None) -> None:
         if self._clip > 0 and norm > self._clip:

@@ -71,9 +71,11 @@ class Experts(Protocol):
 
     layers: Sequence[Any]
     buffers: list[Any]
-    plan: Any
     context: Any
     rank: int
+
+    @property
+    def plan(self) -> Any: ...
 
 
 class ExpertCheckpoint:
@@ -81,6 +83,7 @@ class ExpertCheckpoint:
 
     def __init__(self, ds_engine: Any, experts: Experts) -> None:
         self._engine, self._experts = ds_engine, experts
+        self.newest: str | None = None
         ds_engine.checkpoint_engine = SafeCheckpointEngine(ds_engine._config)
 
     # -- save ---------------------------------------------------------------------------------------------------
@@ -126,6 +129,7 @@ class ExpertCheckpoint:
                 write_atomically(os.path.join(save_dir, "latest"), tag.encode())
         if self._experts.plan.world_size > 1:
             dist.barrier()
+        self.newest = directory
         return True
 
     def _my_share(self) -> list[tuple[int, int]]:
@@ -209,7 +213,16 @@ class ExpertCheckpoint:
             for slot, expert in enumerate(buffer.experts):
                 tensors = load_file(os.path.join(directory, _expert_file(layer, expert)))
                 restore_record(buffer.named_tensors(slot), tensors, with_state, f"layer {layer} expert {expert}")
+        self.newest = directory
         return path, client_state
+
+    def read_record(self, directory: str, layer: int, expert: int) -> Any:
+        """One expert's record from a tag directory, with optimizer state, as a buffer of one row."""
+        like = self._experts.buffers[layer]
+        record = type(like)(like.layout, (expert,), like.rows.device)
+        tensors = load_file(os.path.join(directory, _expert_file(layer, expert)))
+        restore_record(record.named_tensors(0), tensors, True, f"layer {layer} expert {expert}")
+        return record
 
     def _check_model(self, manifest: Manifest, directory: str, with_state: bool) -> None:
         saved, here = dict(manifest.model), self._model_description()

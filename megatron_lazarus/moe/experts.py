@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lazarus.moe.context import StepContext
-from megatron_lazarus.moe.records import PARAMETER, RecordBuffer, RecordLayout, TensorSpec
+from megatron_lazarus.moe.records import MASTER, PARAMETER, RecordBuffer, RecordLayout, TensorSpec
 
 
 class _Unregistered:
@@ -38,6 +38,7 @@ class Experts(nn.Module):
         self.buffer: RecordBuffer | None = None
         self._detached: _Unregistered | None = None
         self._template: _Unregistered | None = None
+        self._initial: _Unregistered | None = None
         self._ids = list(range(num_experts))
         self._refuse_unsupported(modules[0])
 
@@ -59,7 +60,7 @@ class Experts(nn.Module):
 
     def detach(self) -> None:
         """Take the modules out of the registry; ``to``, ``train`` and state dicts still reach them through here."""
-        self._detached = _Unregistered(list(self.deepspeed_experts))
+        self._detached = self._initial = _Unregistered(list(self.deepspeed_experts))
         del self.deepspeed_experts
 
     def layout(self, option_groups: dict[str, int | None], state_names: tuple[str, ...]) -> RecordLayout:
@@ -98,9 +99,21 @@ class Experts(nn.Module):
         self._ids = list(buffer.experts)
         self.buffer = buffer
 
-    def initial_tensors(self, expert: int) -> dict[str, Tensor]:
-        """Parameters of ``expert`` as the model's constructor left them (only before ``bind``)."""
-        return {name: p.detach() for name, p in self._modules_here()[expert].named_parameters()}
+    def initial_record(self, layout: RecordLayout, expert: int, device: torch.device) -> RecordBuffer:
+        """A record of ``expert`` as the model's constructor left it. Raises RuntimeError after ``forget_initial``."""
+        if self._initial is None:
+            raise RuntimeError("the initial experts are gone: training has begun")
+        tensors = dict(self._initial.modules[expert].named_parameters())
+        buffer = RecordBuffer(layout, (expert,), device)
+        flat = torch.cat([tensors[spec.name].detach().reshape(-1) for spec in layout.tensors])
+        buffer.field(PARAMETER)[0] = flat
+        if layout.has_master:
+            buffer.field(MASTER)[0] = flat
+        return buffer
+
+    def forget_initial(self) -> None:
+        """Free what the model's constructor made; the records are all there is from now on."""
+        self._initial = None
 
     # -- computation --------------------------------------------------------------------------------------------
 

@@ -137,7 +137,7 @@ def lazarus_layer(rank: int, skew: float) -> nn.Module:
     """The layer as the engine sets it up, with the placement that the planner makes for this load."""
     from megatron_lazarus.moe.communication import Communicator
     from megatron_lazarus.moe.layer import MoELayer
-    from megatron_lazarus.moe.records import PARAMETER, RecordBuffer
+    from megatron_lazarus.moe.records import RecordBuffer
     from megatron_lazarus.planning.planner import make_plan
 
     layer = MoELayer(HIDDEN, Expert(), EXPERTS, k=1, drop_tokens=False)
@@ -149,8 +149,7 @@ def lazarus_layer(rank: int, skew: float) -> nn.Module:
     layout = layer.experts.layout(names, ("exp_avg", "exp_avg_sq"))
     buffer = RecordBuffer(layout, placement.slots[rank], torch.device("cpu"))
     for slot, expert in enumerate(buffer.experts):
-        values = layer.experts.initial_tensors(expert)
-        buffer.field(PARAMETER)[slot] = torch.cat([values[spec.name].reshape(-1) for spec in layout.tensors])
+        buffer.rows[slot] = layer.experts.initial_record(layout, expert, buffer.rows.device).rows[0]
     layer.experts.bind(buffer)
     layer.bind_placement(placement.replica_counts(), rank, np.arange(WORLD), Communicator())
     return layer

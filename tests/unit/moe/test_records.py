@@ -57,11 +57,10 @@ def _experts() -> tuple[Experts, RecordBuffer]:
     torch.manual_seed(0)
     experts = Experts(lambda index: nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)), 3)
     layout = experts.layout({"0.weight": 0, "0.bias": 1, "2.weight": 0, "2.bias": 1}, STATE)
-    values = [experts.initial_tensors(expert) for expert in range(3)]
     experts.detach()
     buffer = RecordBuffer(layout, [2, 0, 2], torch.device("cpu"))
     for slot, expert in enumerate(buffer.experts):
-        buffer.field(PARAMETER)[slot] = torch.cat([values[expert][spec.name].reshape(-1) for spec in layout.tensors])
+        buffer.rows[slot] = experts.initial_record(layout, expert, buffer.rows.device).rows[0]
     experts.bind(buffer)
     return experts, buffer
 

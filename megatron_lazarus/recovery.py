@@ -1,0 +1,367 @@
+"""Carries an engine from one generation of the world to the next, with nothing lost and nothing done twice.
+
+Everything that ranks do together is an *operation* with a number: a step, an evaluation, a save. The last collective
+of an operation completes on one rank only if every rank has contributed all it had to. So after a failure the members
+compare numbers: where any of them has completed the operation in progress, the others complete it with its outcome (for
+a step: the vote); where none has, all drop it and do it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_lazarus import dense_state
+from megatron_lazarus.config import LazarusConfig
+from megatron_lazarus.elastic.membership import Generation, GenerationBroken, Membership
+from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error, use_interface
+from megatron_lazarus.expert_state import Holdings, lost_records
+from megatron_lazarus.json_exchange import broadcast_bytes, broadcast_json, gather_json
+from megatron_lazarus.placing import plan_for, spread
+from megatron_lazarus.planning.mapping import map_plan
+from megatron_lazarus.planning.plan import Placement, Plan
+from megatron_lazarus.repoint import repoint
+
+logger = logging.getLogger(__name__)
+
+REGROUP_LIMIT_S = 300.0
+"""How long a worker waits for the next generation: longer than any join window."""
+
+Outcome = TypeVar("Outcome")
+
+
+class NodeDrained(SystemExit):
+    """This node has handed over what only it held and has left the job; the script ends with status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a member says of itself when a generation begins.
+
+    ``operation``: how many it has completed, None if it has no state yet; ``outcome``: of the last one;
+    ``change_due``: whether the next one is a change of the world.
+    """
+
+    operation: int | None
+    outcome: Any
+    change_due: bool
+    holdings: Holdings
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> _Report:
+        held = tuple(tuple(row) for row in data["holdings"])
+        return cls(data["operation"], data["outcome"], data["change_due"], held)
+
+
+class Elastic:
+    """The link between an engine and its membership.
+
+    ``operation`` numbers what is in progress; ``outcome`` (JSON) is that of the last completed one.
+    """
+
+    def __init__(self, membership: Membership, backend: str, device: torch.device) -> None:
+        self.membership = membership
+        config = membership.config
+        use_interface(config.interface, membership.local_address)
+        # The eviction of a stuck member must come first; the group's own limit only backs it up.
+        limit = config.collective_timeout_s + config.heartbeat_timeout_s
+        self.groups = ProcessGroups(backend, limit, device=device)
+        membership.on_broken(self.groups.unblock)
+        self.operation: int | None = None
+        self.outcome: Any = None
+        self.change_due = False
+        self.joined_running = False
+        self._finished_elsewhere: Any = None
+        self._collectives = 0
+        self._phase = "start"
+        self._engine: Any = None
+
+    # -- entering generations -----------------------------------------------------------------------------------
+
+    def attach(self, engine: Any) -> None:
+        """Bind to ``engine``, which has no place in a world yet, and bring it into the first generation."""
+        self._engine = engine
+        engine.experts.peers.observe = self._observe
+        engine.protocol.wants_change = lambda: bool(self.membership.pending)
+        if dist.is_initialized():
+            # The private world in which the engine was built.
+            self.groups.break_groups()
+        self._enter(self.membership.join(REGROUP_LIMIT_S), "join")
+        self.joined_running = engine.global_steps > 0
+
+    def _enter(self, generation: Generation, why: str) -> None:
+        """Build a generation and settle in it; if members fail meanwhile, the one after it, and so on."""
+        started = time.monotonic()
+        while True:
+            try:
+                times = self._settle(generation)
+                break
+            except (RuntimeError, BuildFailed) as error:
+                generation = self._next(error)
+        self._note("forward")
+        if generation.rank == 0:
+            times["total"] = time.monotonic() - started
+            seconds = {name: round(value, 4) for name, value in times.items()}
+            step = self._engine.global_steps
+            self.membership.event("regrouped", step=step, why=why, world_size=generation.world_size, seconds=seconds)
+            logger.info(
+                "generation %d: %d ranks on %d nodes at step %d (%s), regrouped in %.2f s",
+                generation.number,
+                generation.world_size,
+                len(generation.members),
+                step,
+                why,
+                times["total"],
+            )
+
+    def _next(self, error: BaseException) -> Generation:
+        """Leave a broken generation and wait for the next one; raises ``error`` if it is this rank's own failure."""
+        ours = not isinstance(error, (BuildFailed, GenerationBroken)) and not is_collective_error(error)
+        if ours:
+            self.membership.report_failure(error, own=True)
+            raise error
+        logger.info("%s: %s", self.membership.place, error)
+        self.membership.report_failure(error)
+        self.groups.break_groups()
+        return self.membership.next_generation(REGROUP_LIMIT_S)
+
+    def _settle(self, generation: Generation) -> dict[str, float]:
+        """Agree on the committed step, place experts, give newcomers their state; returns seconds by phase."""
+        engine = self._engine
+        clock = _Clock()
+        self.groups.build(generation)
+        self.membership.built()
+        repoint(engine.deepspeed_engine, generation.rank, generation.world_size, engine.sizes.micro_batches)
+        clock.lap("build")
+        reports = self._reports()
+        settled = [rank for rank, report in enumerate(reports) if report.operation is not None]
+        self._agree(reports, settled)
+        source = settled[0] if settled else 0
+        if len(settled) < len(reports):
+            self._give_state(source, reports, settled, generation.rank)
+        clock.lap("state")
+        held = self._hold_everything(reports, generation)
+        plan = self._plan(source, held, generation)
+        clock.lap("plan")
+        engine.experts.change_plan(plan, generation.rank, held)
+        engine.settle()
+        clock.lap("migrate")
+        return clock.seconds
+
+    def _reports(self) -> list[_Report]:
+        mine = {
+            "operation": self.operation,
+            "outcome": self.outcome,
+            "change_due": self.change_due,
+            "holdings": self._engine.experts.holdings,
+        }
+        return [_Report.from_json(entry) for entry in gather_json(mine)]
+
+    def _agree(self, reports: list[_Report], settled: list[int]) -> None:
+        """Complete the operation in progress with what another member got of it, or drop it."""
+        if self.operation is None:
+            return
+        newest = max((reports[rank] for rank in settled), key=lambda report: report.operation or 0)
+        behind = (newest.operation or 0) - self.operation
+        if behind > 1:
+            raise AssertionError(f"{self.membership.place}: {behind} operations behind another member")
+        if behind == 1:
+            self._finished_elsewhere = newest.outcome
+            if "vote" in newest.outcome:
+                self._engine.protocol.decide_from(newest.outcome["vote"])
+            self._completed(newest.outcome)
+        else:
+            self._engine.protocol.abandon()
+
+    def _give_state(self, source: int, reports: list[_Report], settled: list[int], rank: int) -> None:
+        """Ranks without state take the dense part, and their place in the run, over from ``source``."""
+        engine = self._engine
+        data = dense_state.pack(engine.deepspeed_engine, engine.guard) if rank == source else None
+        data = broadcast_bytes(data, source)
+        if self.operation is None:
+            if rank != source:
+                dense_state.unpack(data, engine.deepspeed_engine, engine.guard)
+            newest = max((reports[other] for other in settled), key=lambda report: report.operation or 0, default=None)
+            self.operation = 0 if newest is None else newest.operation
+            self.change_due = newest is not None and newest.change_due
+
+    def _hold_everything(self, reports: list[_Report], generation: Generation) -> Plan:
+        """See to it that every expert is held by some rank; returns who holds what."""
+        engine, experts = self._engine, self._engine.experts
+        counts = [layer.num_experts for layer in experts.layers]
+        lost = lost_records({rank: report.holdings for rank, report in enumerate(reports)}, counts)
+        # After ``_agree`` holdings are as reported, but a report is of this generation only.
+        fresh = all(not report.operation for report in reports) and engine.global_steps == 0
+        if lost and not fresh:
+            engine.restore_lost(lost, generation.rank, generation.world_size)
+        for layer, expert in lost if fresh else ():
+            # Built alike on every rank; of each expert one rank's values count.
+            if expert * generation.world_size // counts[layer] == generation.rank:
+                layout = experts.buffers[layer].layout
+                experts.adopt(layer, experts.layers[layer].experts.initial_record(layout, expert, engine.device))
+        if lost:
+            reports = self._reports()
+        rows = [[report.holdings[layer] for report in reports] for layer in range(len(counts))]
+        placements = [Placement(count, tuple(held)) for count, held in zip(counts, rows, strict=True)]
+        return Plan(tuple(placements), generation.rank_nodes)
+
+    def _plan(self, planner: int, held: Plan, generation: Generation) -> Plan:
+        """The plan that rank ``planner`` makes for this generation, the same on every rank."""
+        proposal: Any = None
+        if generation.rank == planner:
+            engine = self._engine
+            plan = plan_for(engine.experts.loads, engine.config.experts, generation.rank_nodes)
+            proposal = map_plan(held, plan).to_json()
+        return Plan.from_json(broadcast_json(proposal, planner))
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        attempt: Callable[[], Outcome],
+        outcome: Callable[[Outcome], dict[str, Any]],
+        given: Callable[[dict[str, Any]], Outcome],
+    ) -> Outcome:
+        """Run one operation until it is complete, through as many generations as that takes.
+
+        ``attempt`` does it; ``outcome`` makes JSON of its result, from which ``given`` makes the result on a rank
+        where another one has completed it. Raises what ``attempt`` raises of its own.
+        """
+        while True:
+            self._finished_elsewhere = None
+            try:
+                result = attempt()
+            except Exception as error:
+                self._enter(self._next(error), type(error).__name__)
+                if self._finished_elsewhere is not None:
+                    return given(self._finished_elsewhere)
+            else:
+                self._completed(outcome(result))
+                return result
+
+    def _completed(self, outcome: dict[str, Any]) -> None:
+        assert self.operation is not None
+        self.operation += 1
+        self.outcome = outcome
+        self.change_due = bool(outcome.get("vote", {}).get("change"))
+        if "vote" in outcome:
+            for layer in self._engine.experts.layers:
+                # A committed step: what the constructor made must never come back.
+                layer.experts.forget_initial()
+        self._note("forward")
+
+    def change_world(self) -> None:
+        """Between two steps, if a vote asked for it: admit who waits, let go who leaves."""
+        if not self.change_due:
+            return
+        change = self.run(self._agree_on_change, lambda change: {"world": change}, lambda outcome: outcome["world"])
+        joining, leaving = change
+        if not joining and not leaving:
+            return
+        self.groups.break_groups()
+        if self.membership.node in leaving:
+            self.membership.leave()
+            raise NodeDrained
+        why = "join" if joining else "drain"
+        self._enter(self.membership.next_generation(REGROUP_LIMIT_S, admit=joining), why)
+
+    def _agree_on_change(self) -> list[list[str]]:
+        """[nodes to admit, nodes that leave], as rank 0 has heard; nodes that leave have handed over what they held."""
+        generation = self.membership.generation
+        assert generation is not None
+        pending = self.membership.pending
+        joining, draining = broadcast_json([list(pending.join), list(pending.drain)], 0)
+        leaving = [member.node for member in generation.members if member.node in draining]
+        if leaving and len(leaving) < len(generation.members):
+            self._hand_over(generation, leaving)
+        return [joining, leaving]
+
+    def _hand_over(self, generation: Generation, leaving: list[str]) -> None:
+        """Put what leaving nodes hold on those that stay."""
+        engine = self._engine
+        staying = [
+            rank
+            for member in generation.members
+            if member.node not in leaving
+            for rank in range(member.first_rank, member.first_rank + member.ranks)
+        ]
+        proposal: Any = None
+        if generation.rank == 0:
+            nodes = [generation.rank_nodes[rank] for rank in staying]
+            part = plan_for(engine.experts.loads, engine.config.experts, nodes)
+            proposal = spread(part, staying, generation.rank_nodes).to_json()
+        engine.experts.change_plan(Plan.from_json(broadcast_json(proposal, 0)), generation.rank)
+
+    def finish(self, value: Any = None) -> dict[str, Any]:
+        """Wait until all members have finished and return the job's result."""
+        while True:
+            try:
+                result = self.membership.finish(REGROUP_LIMIT_S, value)
+            except GenerationBroken as error:
+                self._enter(self._next(error), "finish")
+                continue
+            self.groups.break_groups()
+            return result
+
+    # -- progress -----------------------------------------------------------------------------------------------
+
+    def _observe(self, waiting: bool) -> None:
+        self._collectives += waiting
+        self._note("collective" if waiting else "forward")
+
+    def _note(self, phase: str) -> None:
+        self.membership.note(self._engine.global_steps, phase, self._collectives)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name] = now - self._last
+        self._last = now
+
+
+def joins_coordinator(config: LazarusConfig) -> bool:
+    """Whether this process was started by an agent, to train in generations."""
+    return config.elastic.enabled and "LAZARUS_COORDINATOR" in os.environ
+
+
+def private_world() -> None:
+    """A world of this process alone, without an address, in which constructors may run their collectives."""
+    from deepspeed.accelerator import get_accelerator
+
+    if dist.is_initialized():
+        return
+    os.environ.setdefault("LOCAL_RANK", "0")
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(get_accelerator().communication_backend_name(), store=store, rank=0, world_size=1)
+
+
+def elastic_from_environment() -> Elastic:
+    """The link to the coordinator under whose agent this process runs."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    import megatron_lazarus
+
+    versions = {
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "megatron_lazarus": megatron_lazarus.__version__,
+    }
+    accelerator = get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    return Elastic(Membership.from_environment(versions), accelerator.communication_backend_name(), device)
