@@ -113,7 +113,7 @@ class Elastic:
             times["total"] = time.monotonic() - started
             seconds = {name: round(value, 4) for name, value in times.items()}
             step = self._engine.global_steps
-            self.membership.event("regrouped", step=step, why=why, world_size=generation.world_size, seconds=seconds)
+            self.membership.event("regrouped", why=why, world_size=generation.world_size, seconds=seconds)
             logger.info(
                 "generation %d: %d ranks on %d nodes at step %d (%s), regrouped in %.2f s",
                 generation.number,
