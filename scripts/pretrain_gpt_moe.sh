@@ -7,6 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${NAME:?run one of the pretrain_gpt_*.sh scripts instead}"
 : "${DS_CONFIG:=configs/ds_config_gpt_${NAME}.json}"
 : "${NUM_GPUS:=8}" "${HOSTFILE:=}" "${MASTER_PORT:=29500}"
+# LAUNCHER=lazarus: NODES local nodes of NUM_GPUS/NODES ranks each, of which MIN_NODES must survive
+: "${LAUNCHER:=deepspeed}" "${NODES:=${NUM_GPUS}}" "${MIN_NODES:=1}"
 
 : "${NUM_LAYERS:=12}" "${HIDDEN_SIZE:=768}" "${NUM_ATTN_HEADS:=12}" "${SEQ_LEN:=2048}"
 : "${POSITION_EMBEDDING:=learned_absolute}" "${DROPOUT:=0.1}"
@@ -22,10 +24,22 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${TOKENIZER_TYPE:=GPT2BPETokenizer}" "${TOKENIZER_MODEL:=}" "${VOCAB_FILE:=}" "${MERGE_FILE:=}" "${SPLIT:=949,50,1}"
 : "${OUTPUT:=output/${NAME}}" "${CHECKPOINT_PATH:=${OUTPUT}/checkpoint}" "${TENSORBOARD_DIR:=}"
 
-LAUNCH=(deepspeed --num_gpus "${NUM_GPUS}" --master_port "${MASTER_PORT}")
-if [[ -n "${HOSTFILE}" ]]; then
-    LAUNCH=(deepspeed --hostfile "${HOSTFILE}" --master_port "${MASTER_PORT}")
-fi
+case "${LAUNCHER}" in
+lazarus)
+    LAUNCH=(lazarus run --nnodes "${MIN_NODES}:${NODES}" --local-nodes "${NODES}" --nproc-per-node "$((NUM_GPUS / NODES))"
+        --config "${DS_CONFIG}" --log-dir "${LOG_DIR:=${OUTPUT}/logs}")
+    ;;
+deepspeed)
+    LAUNCH=(deepspeed --num_gpus "${NUM_GPUS}" --master_port "${MASTER_PORT}")
+    if [[ -n "${HOSTFILE}" ]]; then
+        LAUNCH=(deepspeed --hostfile "${HOSTFILE}" --master_port "${MASTER_PORT}")
+    fi
+    ;;
+*)
+    echo "LAUNCHER is '${LAUNCHER}'; it must be deepspeed or lazarus" >&2
+    exit 2
+    ;;
+esac
 
 OPTIONS=(
     --num-layers "${NUM_LAYERS}" --hidden-size "${HIDDEN_SIZE}" --num-attention-heads "${NUM_ATTN_HEADS}"
