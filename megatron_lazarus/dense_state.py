@@ -8,35 +8,38 @@ from typing import Any
 
 import torch
 
-from megatron_lazarus.guard import LossGuard
-
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
-def pack(ds_engine: Any, guard: LossGuard) -> bytes:
+def pack(engine: Any) -> bytes:
     """Module (without experts), optimizer, schedule, counters and guard of one rank."""
+    ds_engine = engine.deepspeed_engine
     scheduler = ds_engine.lr_scheduler
+    with engine.experts.context.dense_only():
+        module = ds_engine.module.state_dict()
     state = {
-        "module": ds_engine.module.state_dict(),
+        "module": module,
         "optimizer": ds_engine.optimizer.state_dict(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "counters": {name: getattr(ds_engine, name) for name in _COUNTERS},
-        "guard": guard.state(),
+        "guard": engine.guard.state(),
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
-def unpack(data: bytes, ds_engine: Any, guard: LossGuard) -> None:
+def unpack(data: bytes, engine: Any) -> None:
     """Take over what ``pack`` gave on another rank. Executes no pickle."""
+    ds_engine = engine.deepspeed_engine
     safe: list[Any] = [argparse.Namespace]
     with torch.serialization.safe_globals(safe):
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    ds_engine.module.load_state_dict(state["module"])
+    with engine.experts.context.dense_only():
+        ds_engine.module.load_state_dict(state["module"])
     ds_engine.optimizer.load_state_dict(state["optimizer"])
     if ds_engine.lr_scheduler is not None:
         ds_engine.lr_scheduler.load_state_dict(state["scheduler"])
     for name, value in state["counters"].items():
         setattr(ds_engine, name, value)
-    guard.restore(state["guard"])
+    engine.guard.restore(state["guard"])

@@ -186,11 +186,11 @@ class Elastic:
     def _give_state(self, source: int, reports: list[_Report], settled: list[int], rank: int) -> None:
         """Ranks without state take the dense part, and their place in the run, over from ``source``."""
         engine = self._engine
-        data = dense_state.pack(engine.deepspeed_engine, engine.guard) if rank == source else None
+        data = dense_state.pack(engine) if rank == source else None
         data = broadcast_bytes(data, source)
         if self.operation is None:
             if rank != source:
-                dense_state.unpack(data, engine.deepspeed_engine, engine.guard)
+                dense_state.unpack(data, engine)
             newest = max((reports[other] for other in settled), key=lambda report: report.operation or 0, default=None)
             self.operation = 0 if newest is None else newest.operation
             self.change_due = newest is not None and newest.change_due

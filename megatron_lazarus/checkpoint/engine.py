@@ -97,8 +97,7 @@ class ExpertCheckpoint:
         experts = os.path.join(directory, "experts")
         if self._experts.rank == 0:
             os.makedirs(experts, exist_ok=True)
-        self._experts.context.export_experts = False
-        try:
+        with self._experts.context.dense_only():
             # Its barriers also make the directory visible to every rank before experts are written.
             self._engine.save_checkpoint(
                 save_dir,
@@ -107,8 +106,6 @@ class ExpertCheckpoint:
                 save_latest=False,
                 exclude_frozen_parameters=without_frozen,
             )
-        finally:
-            self._experts.context.export_experts = True
         mine = [self._write_expert(directory, layer, expert) for layer, expert in self._my_share()]
         entries = [entry for part in self._gather(mine) for entry in part]
         if self._experts.rank == 0:
@@ -196,8 +193,7 @@ class ExpertCheckpoint:
         with_state = load_optimizer_states and not load_module_only
         self._check_model(manifest, directory, with_state)
         manifest.verify(directory)
-        self._experts.context.export_experts = False
-        try:
+        with self._experts.context.dense_only():
             path, client_state = self._engine.load_checkpoint(
                 load_dir,
                 tag=tag,
@@ -207,8 +203,6 @@ class ExpertCheckpoint:
                 load_module_only=load_module_only,
                 custom_load_fn=custom_load_fn,
             )
-        finally:
-            self._experts.context.export_experts = True
         for layer, buffer in enumerate(self._experts.buffers):
             for slot, expert in enumerate(buffer.experts):
                 tensors = load_file(os.path.join(directory, _expert_file(layer, expert)))

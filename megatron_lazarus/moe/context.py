@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,3 +22,12 @@ class StepContext:
     phase: Literal["forward", "backward"] = "forward"
     loss_scale: float = 1.0
     export_experts: bool = True
+
+    @contextmanager
+    def dense_only(self) -> Iterator[None]:
+        """State dicts taken or loaded inside leave the experts out."""
+        self.export_experts = False
+        try:
+            yield
+        finally:
+            self.export_experts = True
