@@ -28,6 +28,7 @@ from megatron_lazarus.placing import plan_for, spread
 from megatron_lazarus.planning.mapping import map_plan
 from megatron_lazarus.planning.plan import Placement, Plan
 from megatron_lazarus.repoint import repoint
+from megatron_lazarus.reporting.goodput import Goodput
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +50,19 @@ class _Report:
     """What a member says of itself when a generation begins.
 
     ``operation``: how many it has completed, None if it has no state yet; ``outcome``: of the last one;
-    ``change_due``: whether the next one is a change of the world.
+    ``change_due``: whether the next one is a change of the world; ``counted``: see ``Goodput.adopt``.
     """
 
     operation: int | None
     outcome: Any
     change_due: bool
     holdings: Holdings
+    counted: list[float]
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> _Report:
         held = tuple(tuple(row) for row in data["holdings"])
-        return cls(data["operation"], data["outcome"], data["change_due"], held)
+        return cls(data["operation"], data["outcome"], data["change_due"], held, data["counted"])
 
 
 class Elastic:
@@ -81,6 +83,8 @@ class Elastic:
         self.outcome: Any = None
         self.change_due = False
         self.joined_running = False
+        self.goodput = Goodput()
+        self._told_working = 0
         self._finished_elsewhere: Any = None
         self._collectives = 0
         self._phase = "start"
@@ -164,6 +168,7 @@ class Elastic:
             "outcome": self.outcome,
             "change_due": self.change_due,
             "holdings": self._engine.experts.holdings,
+            "counted": self.goodput.since_begin(),
         }
         return [_Report.from_json(entry) for entry in gather_json(mine)]
 
@@ -194,6 +199,8 @@ class Elastic:
             newest = max((reports[other] for other in settled), key=lambda report: report.operation or 0, default=None)
             self.operation = 0 if newest is None else newest.operation
             self.change_due = newest is not None and newest.change_due
+            if settled:
+                self.goodput.adopt(reports[source].counted)
 
     def _hold_everything(self, reports: list[_Report], generation: Generation) -> Plan:
         """See to it that every expert is held by some rank; returns who holds what."""
@@ -239,6 +246,7 @@ class Elastic:
         """
         while True:
             self._finished_elsewhere = None
+            started = time.monotonic()
             try:
                 result = attempt()
             except Exception as error:
@@ -246,10 +254,11 @@ class Elastic:
                 if self._finished_elsewhere is not None:
                     return given(self._finished_elsewhere)
             else:
-                self._completed(outcome(result))
+                self._completed(outcome(result), time.monotonic() - started)
                 return result
 
-    def _completed(self, outcome: dict[str, Any]) -> None:
+    def _completed(self, outcome: dict[str, Any], seconds: float | None = None) -> None:
+        """An operation is complete: here after so many seconds, or on another member (None)."""
         assert self.operation is not None
         self.operation += 1
         self.outcome = outcome
@@ -259,6 +268,21 @@ class Elastic:
                 # A committed step: what the constructor made must never come back.
                 layer.experts.forget_initial()
         self._note("forward")
+        if seconds is not None and "world" not in outcome:
+            self._count("vote" in outcome, seconds)
+
+    def _count(self, is_step: bool, seconds: float) -> None:
+        if is_step:
+            self.goodput.step(seconds)
+        generation = self.membership.generation
+        assert generation is not None
+        if generation.rank == 0 and self._told_working != generation.number:
+            self._told_working = generation.number
+            first = "step" if is_step else "other"
+            steps = self._engine.global_steps
+            self.membership.event(
+                "working", steps=steps, first=first, seconds=round(seconds, 4), **self.goodput.to_json()
+            )
 
     def change_world(self) -> None:
         """Between two steps, if a vote asked for it: admit who waits, let go who leaves."""
@@ -305,6 +329,8 @@ class Elastic:
     def finish(self, value: Any = None) -> dict[str, Any]:
         """Wait until all members have finished and return the job's result."""
         while True:
+            if self._engine.rank == 0:
+                self.membership.event("finished", steps=self._engine.global_steps, **self.goodput.to_json())
             try:
                 result = self.membership.finish(REGROUP_LIMIT_S, value)
             except GenerationBroken as error:

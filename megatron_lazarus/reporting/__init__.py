@@ -1,0 +1,1 @@
+"""What a run tells of itself: goodput, and the report of a job's events."""
