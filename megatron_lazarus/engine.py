@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatron_lazarus.audit import audit
 from megatron_lazarus.checkpoint.engine import ExpertCheckpoint
 from megatron_lazarus.config import BatchSizes, LazarusConfig
 from megatron_lazarus.expert_state import ExpertsLost, ExpertState
@@ -106,11 +107,14 @@ class LazarusEngine:
         if self._elastic is None:
             return self._train_step(micro_batch_fn)
         self._elastic.change_world()
-        return self._elastic.run(
+        result = self._elastic.run(
             lambda: self._train_step(micro_batch_fn),
             lambda _: {"vote": self.protocol.vote_json()},
             lambda _: self.protocol.result(),
         )
+        if self.global_steps % self.config.elastic.audit_interval == 0:
+            self._together(lambda: [str(finding) for finding in audit(self)])
+        return result
 
     def eval_batch(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
         """Mean loss and metrics over ``micro_batch_fn(step, 0..num_micro_batches-1)``, without gradients."""

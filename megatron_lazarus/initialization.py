@@ -28,6 +28,7 @@ from megatron_lazarus.config import (
 )
 from megatron_lazarus.engine import LazarusEngine
 from megatron_lazarus.expert_state import ExpertState
+from megatron_lazarus.joining import elastic_from_environment, joins_coordinator, private_world
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.optimizer import optimizer_kind, record_state_names
@@ -35,7 +36,6 @@ from megatron_lazarus.moe.records import RecordBuffer, RecordLayout
 from megatron_lazarus.patches import ALL, apply_all
 from megatron_lazarus.placing import plan_for
 from megatron_lazarus.planning.plan import Placement, Plan
-from megatron_lazarus.recovery import elastic_from_environment, joins_coordinator, private_world
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def initialize(
     apply_all(ALL)
     # A worker killed while it builds this extension leaves a lock that every later start would wait for.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    elastic = elastic_from_environment() if joins else None
+    elastic = elastic_from_environment(ds_config) if joins else None
     if elastic is not None:
         # DeepSpeed's constructor runs collectives in which no other member would take part.
         private_world()

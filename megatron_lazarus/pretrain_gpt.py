@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_lazarus.checkpoint.manifest import CheckpointError
 from megatron_lazarus.config import LazarusConfig, batch_sizes, refuse_unsupported, slots_per_rank
+from megatron_lazarus.joining import joins_coordinator, private_world
 from megatron_lazarus.models.arguments import check_arguments, parse_arguments
 from megatron_lazarus.models.compatibility import check_checkpoint
 from megatron_lazarus.models.data import Blend, MicroBatches, build_blends, unigram_entropy
@@ -33,7 +34,6 @@ from megatron_lazarus.models.settings import (
     tera_flops_per_step,
 )
 from megatron_lazarus.models.tokenizer import build_tokenizer, identity, padded_vocab_size
-from megatron_lazarus.recovery import joins_coordinator, private_world
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -9,7 +9,6 @@ a step: the vote); where none has, all drop it and do it again.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_lazarus import dense_state
-from megatron_lazarus.config import LazarusConfig
 from megatron_lazarus.elastic.membership import Generation, GenerationBroken, Membership
 from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error, use_interface
 from megatron_lazarus.expert_state import Holdings, lost_records
@@ -34,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 REGROUP_LIMIT_S = 300.0
 """How long a worker waits for the next generation: longer than any join window."""
+
+PUBLISH_LIMIT_S = 30.0
+"""How long the coordinator may take to say whether a checkpoint may be published."""
 
 Outcome = TypeVar("Outcome")
 
@@ -90,12 +91,20 @@ class Elastic:
         self._phase = "start"
         self._engine: Any = None
 
+    @property
+    def _generation(self) -> Generation:
+        if self.membership.generation is None:
+            raise RuntimeError("this process has not joined a generation yet")
+        return self.membership.generation
+
     # -- entering generations -----------------------------------------------------------------------------------
 
     def attach(self, engine: Any) -> None:
         """Bind to ``engine``, which has no place in a world yet, and bring it into the first generation."""
         self._engine = engine
         engine.experts.peers.observe = self._observe
+        engine._checkpoint.generation = lambda: self._generation.number
+        engine._checkpoint.may_publish = lambda: self.membership.may_publish(self._generation.number, PUBLISH_LIMIT_S)
         engine.protocol.wants_change = lambda: bool(self.membership.pending)
         if dist.is_initialized():
             # The private world in which the engine was built.
@@ -301,8 +310,7 @@ class Elastic:
 
     def _agree_on_change(self) -> list[list[str]]:
         """[nodes to admit, nodes that leave], as rank 0 has heard; nodes that leave have handed over what they held."""
-        generation = self.membership.generation
-        assert generation is not None
+        generation = self._generation
         pending = self.membership.pending
         joining, draining = broadcast_json([list(pending.join), list(pending.drain)], 0)
         leaving = [member.node for member in generation.members if member.node in draining]
@@ -358,36 +366,3 @@ class _Clock:
         now = time.monotonic()
         self.seconds[name] = now - self._last
         self._last = now
-
-
-def joins_coordinator(config: LazarusConfig) -> bool:
-    """Whether this process was started by an agent, to train in generations."""
-    return config.elastic.enabled and "LAZARUS_COORDINATOR" in os.environ
-
-
-def private_world() -> None:
-    """A world of this process alone, without an address, in which constructors may run their collectives."""
-    from deepspeed.accelerator import get_accelerator
-
-    if dist.is_initialized():
-        return
-    os.environ.setdefault("LOCAL_RANK", "0")
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(get_accelerator().communication_backend_name(), store=store, rank=0, world_size=1)
-
-
-def elastic_from_environment() -> Elastic:
-    """The link to the coordinator under whose agent this process runs."""
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    import megatron_lazarus
-
-    versions = {
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "megatron_lazarus": megatron_lazarus.__version__,
-    }
-    accelerator = get_accelerator()
-    device = torch.device(accelerator.current_device_name())
-    return Elastic(Membership.from_environment(versions), accelerator.communication_backend_name(), device)

@@ -10,7 +10,7 @@ import argparse
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -79,11 +79,17 @@ class Experts(Protocol):
 
 
 class ExpertCheckpoint:
-    """Saves and loads the whole model of one engine: dense part through DeepSpeed, experts by record."""
+    """Saves and loads the whole model of one engine: dense part through DeepSpeed, experts by record.
+
+    ``newest`` is the tag directory last saved or loaded here. ``may_publish`` is asked on rank 0 before a tag becomes
+    complete: a member of an old ``generation`` must not publish.
+    """
 
     def __init__(self, ds_engine: Any, experts: Experts) -> None:
         self._engine, self._experts = ds_engine, experts
         self.newest: str | None = None
+        self.generation: Callable[[], int] = lambda: 0
+        self.may_publish: Callable[[], bool] = lambda: True
         ds_engine.checkpoint_engine = SafeCheckpointEngine(ds_engine._config)
 
     # -- save ---------------------------------------------------------------------------------------------------
@@ -117,10 +123,15 @@ class ExpertCheckpoint:
             fsync_path(experts)
             manifest = Manifest(
                 tag=tag,
+                generation=self.generation(),
                 global_steps=self._engine.global_steps,
                 model=self._model_description(),
                 files=sorted([*entries, *dense], key=lambda entry: entry.name),
             )
+            if not self.may_publish():
+                raise CheckpointError(
+                    f"{directory} is not published: a newer generation than {manifest.generation} runs"
+                )
             manifest.write(directory)
             if save_latest:
                 write_atomically(os.path.join(save_dir, "latest"), tag.encode())

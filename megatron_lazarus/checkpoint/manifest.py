@@ -32,9 +32,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole of a tag. ``model`` describes the model it belongs to."""
+    """The whole of a tag. ``model`` describes the model it belongs to; ``generation`` wrote it (0: not elastic)."""
 
     tag: str
+    generation: int
     global_steps: int
     model: dict[str, Any]
     files: list[FileEntry]
@@ -63,7 +64,8 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: its checksum does not match")
         if body["version"] != _VERSION:
             raise CheckpointError(f"{path} has version {body['version']}; this release reads version {_VERSION}")
-        return cls(body["tag"], body["global_steps"], body["model"], [FileEntry(**entry) for entry in body["files"]])
+        files = [FileEntry(**entry) for entry in body["files"]]
+        return cls(body["tag"], body["generation"], body["global_steps"], body["model"], files)
 
     def verify(self, directory: str) -> None:
         """Raise CheckpointError naming the first file that is missing, short or altered."""
