@@ -40,7 +40,10 @@ class Search:
     def _exchange(self, one: int, two: int) -> bool:
         """Make the first improving exchange of a replica of ``one`` with a replica of ``two``, if there is any."""
         supersets = self.space.supersets
-        rest = self.space.killed(mask for expert, mask in enumerate(self.masks) if expert not in (one, two))
+        rest = 0
+        for expert, mask in enumerate(self.masks):
+            if expert != one and expert != two:
+                rest |= supersets[mask]
         if self.family == rest:
             return False
         sources, targets = self._withdrawals(one), self._withdrawals(two)
@@ -50,7 +53,7 @@ class Search:
                     continue
                 mask_one, mask_two = left_one | there, left_two | here
                 family = rest | supersets[mask_one] | supersets[mask_two]
-                if family & self.family == self.family or not self.space.improves(family, self.loss):
+                if family & self.family == self.family or not self.space.better(family, self.family, self.loss):
                     continue
                 if mask_one.bit_count() < self.promised[one] or mask_two.bit_count() < self.promised[two]:
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -28,7 +29,7 @@ class _Supersets(dict[int, int]):
 
 
 class LossSpace:
-    """All 2^n sets of lost nodes, as the bits of one integer: bit L stands for the set whose members are L's bits.
+    """All 2^n sets of lost nodes, as the bits of one integer, the smaller sets first.
 
     A family of sets is an int of 2^n bits, so "killed by any of these experts" is a bitwise or, and counting it by the
     number of lost nodes is a bitwise and with a constant. A set of nodes is an int of n bits.
@@ -38,21 +39,19 @@ class LossSpace:
         """``weights`` (one a node): odds that the node is among the lost, for ``loss``; equal if None."""
         self.nodes = nodes
         self._everything = (1 << (1 << nodes)) - 1
-        self.supersets = _Supersets(self._everything, [self._sets_containing(node) for node in range(nodes)])
         sizes = np.zeros(1, dtype=np.int64)
         odds = np.ones(1)
         for node in range(nodes):
             sizes = np.concatenate([sizes, sizes + 1])
             odds = np.concatenate([odds, odds * (1.0 if weights is None else weights[node])])
-        self._of_size = [_as_family(sizes == size) for size in range(nodes + 1)]
-        self._sizes = sizes
-        self._odds: FloatArray | None = None if weights is None else odds
-
-    def _sets_containing(self, node: int) -> int:
-        half = 1 << node
-        block = ((1 << half) - 1) << half
-        repeats = 1 << (self.nodes - node - 1)
-        return block * (((1 << (2 * half * repeats)) - 1) // ((1 << (2 * half)) - 1))
+        # The set of every bit, itself as bits; sets of one size stand side by side.
+        sets = np.argsort(sizes, kind="stable")
+        containing = [_as_family((sets >> node) & 1 == 1) for node in range(nodes)]
+        self.supersets = _Supersets(self._everything, containing)
+        self._sizes = sizes[sets]
+        self._of_size = [_as_family(self._sizes == size) for size in range(nodes + 1)]
+        self._ends = np.cumsum(np.bincount(self._sizes)).tolist()
+        self._odds: FloatArray | None = None if weights is None else odds[sets]
 
     def killed(self, node_sets: Iterable[int]) -> int:
         """Family of the losses that kill any of the experts held by these node sets."""
@@ -86,6 +85,19 @@ class LossSpace:
             members = (family & layer).bit_count()
             if members != count:
                 return members < count
+        return False
+
+    def better(self, family: int, other: int, loss: tuple[float, ...]) -> bool:
+        """``improves(family, loss)`` where ``loss`` is that of the family ``other``: looks only where they differ."""
+        if self._odds is not None:
+            return self.loss(family) < loss
+        different = family ^ other
+        while different:
+            size = bisect_right(self._ends, (different & -different).bit_length() - 1)
+            members = (family & self._of_size[size]).bit_count()
+            if members != loss[size]:
+                return members < loss[size]
+            different = different >> self._ends[size] << self._ends[size]
         return False
 
     def weights_by_size(self, family: int) -> FloatArray:
