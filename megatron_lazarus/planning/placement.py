@@ -133,7 +133,7 @@ class NodePlacer:
             space = self._space()
             ranked = sorted(candidates, key=lambda counts: space.loss(space.killed(node_masks(counts > 0))))
             # Thorough where every case is compared with brute force; beyond, a few milliseconds a layer.
-            starts, shakes = (3, 30) if len(self.slots) <= 6 else (1, 1)
+            starts, shakes = (3, 30) if len(self.slots) <= 6 else (2, 2)
             return search(ranked[:starts], promised, space, shakes)
         return min(candidates, key=lambda counts: _smallest_sets(counts, self.weights))
 
