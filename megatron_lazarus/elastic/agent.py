@@ -124,6 +124,13 @@ class Agent:
 
     # -- workers ------------------------------------------------------------------------------------------------
 
+    def command(self, local_rank: int) -> Sequence[str]:
+        """What that worker runs."""
+        return self._command
+
+    def prepare(self, local_rank: int) -> None:
+        """Called in that worker's process before its command takes over."""
+
     async def _start(self, local_rank: int) -> asyncio.subprocess.Process:
         environment = {
             **os.environ,
@@ -143,16 +150,21 @@ class Agent:
                 self._log_dir / f"{self.node}.{local_rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
             )
         parent = os.getpid()
+
+        def prepare() -> None:
+            die_with(parent)
+            self.prepare(local_rank)
+
         try:
             return await asyncio.create_subprocess_exec(
-                *self._command,
+                *self.command(local_rank),
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 # A group of its own: what a worker has started is killed with it.
                 start_new_session=True,
-                preexec_fn=lambda: die_with(parent),
+                preexec_fn=prepare,
             )
         finally:
             if output is not None:

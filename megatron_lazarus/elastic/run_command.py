@@ -26,7 +26,7 @@ RUN_FILE = "run.json"
 """What ``lazarus add-node`` needs to know of a job: {"command": […], "nproc_per_node": K}."""
 
 _AGENT = "megatron_lazarus.elastic.agent"
-_COORDINATOR = "megatron_lazarus.elastic.coordinator"
+COORDINATOR = "megatron_lazarus.elastic.coordinator"
 
 
 class CommandError(Exception):
@@ -91,12 +91,12 @@ def run_job(arguments: argparse.Namespace) -> int:
     script = ["-m", arguments.script] if arguments.module else [arguments.script]
     command = [sys.executable, *script, *arguments.arguments]
     write_json(log_dir / RUN_FILE, {"command": command, "nproc_per_node": arguments.nproc_per_node})
-    start = partial(_start, environment=environment, log_dir=log_dir)
+    start = partial(start_service, environment=environment, log_dir=log_dir)
     coordinator = None
     if hosting:
         settings = json.dumps(config.to_json())
         options = ["--listen", f"{host}:{port}", "--log-dir", str(log_dir), "--settings", settings]
-        coordinator = start("coordinator", [_COORDINATOR, *options])
+        coordinator = start("coordinator", [COORDINATOR, *options])
     agents = []
     for name in _node_names(arguments.node, arguments.local_nodes):
         options = ["--node", name, "--coordinator", f"{host}:{port}", "--log-dir", str(log_dir)]
@@ -130,15 +130,16 @@ def _wait(coordinator: subprocess.Popen[bytes] | None, agents: list[subprocess.P
         for process in [*agents, *([coordinator] if coordinator else [])]:
             process.kill()
             process.wait()
-    result = _read_json(log_dir / RESULT_FILE)
+    result = read_json(log_dir / RESULT_FILE)
     if result is None:
         print("lazarus run: the coordinator ended without a result", file=sys.stderr)
         return code or 1
-    print(f"lazarus run: {_describe_result(result)}", file=sys.stderr if code else sys.stdout)
+    print(f"lazarus run: {describe_result(result)}", file=sys.stderr if code else sys.stdout)
     return code
 
 
-def _start(name: str, arguments: Sequence[str], *, environment: dict[str, str], log_dir: Path) -> Any:
+def start_service(name: str, arguments: Sequence[str], *, environment: dict[str, str], log_dir: Path) -> Any:
+    """Start a module that logs to ``<name>.log`` and dies with this process."""
     parent = os.getpid()
     with (log_dir / f"{name}.log").open("ab") as output:
         return subprocess.Popen(
@@ -178,7 +179,7 @@ def _token(log_dir: Path, hosting: bool) -> str:
         return token
     if hosting:
         return secrets.token_hex(32)
-    if job := _read_json(log_dir / JOB_FILE):
+    if job := read_json(log_dir / JOB_FILE):
         return str(job["token"])
     raise CommandError("set LAZARUS_TOKEN to the job's token (its coordinator is on another machine)")
 
@@ -205,8 +206,8 @@ def _bounded_code(code: int) -> int:
 
 def show_status(arguments: argparse.Namespace) -> int:
     """Print the job's nodes; 1 if the job has failed."""
-    if result := _read_json(arguments.log_dir / RESULT_FILE):
-        print(_describe_result(result))
+    if result := read_json(arguments.log_dir / RESULT_FILE):
+        print(describe_result(result))
         return int(result["status"] != "completed")
     status = _ask(arguments.log_dir, {"do": "status"})
     print(f"generation {status['generation']}, {status['phase']}, step {status['step']}")
@@ -225,7 +226,7 @@ def drain_node(arguments: argparse.Namespace) -> int:
 
 def add_node(arguments: argparse.Namespace) -> int:
     """Run one more node until it ends."""
-    job, run = _read_json(arguments.log_dir / JOB_FILE), _read_json(arguments.log_dir / RUN_FILE)
+    job, run = read_json(arguments.log_dir / JOB_FILE), read_json(arguments.log_dir / RUN_FILE)
     if job is None or run is None:
         raise CommandError(f"no job runs in {arguments.log_dir}")
     name = arguments.node
@@ -239,7 +240,7 @@ def add_node(arguments: argparse.Namespace) -> int:
 
 
 def _ask(log_dir: Path, request: Message) -> Message:
-    job = _read_json(log_dir / JOB_FILE)
+    job = read_json(log_dir / JOB_FILE)
     if job is None:
         raise CommandError(f"no job runs in {log_dir}")
     channel = BlockingChannel.connect(*split_address(job["coordinator"]), job["token"], HANDSHAKE_TIMEOUT_S)
@@ -255,14 +256,16 @@ def _ask(log_dir: Path, request: Message) -> Message:
     return answer
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None if there is none."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
 
 
-def _describe_result(result: dict[str, Any]) -> str:
+def describe_result(result: dict[str, Any]) -> str:
+    """A completion marker in words."""
     reason = f": {result['reason']}" if result["reason"] else ""
     text = f"the job has {result['status']} in generation {result['generation']} at step {result['step']}{reason}"
     return "\n  ".join([text, *result["failures"]])
