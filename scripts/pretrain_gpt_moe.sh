@@ -7,8 +7,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${NAME:?run one of the pretrain_gpt_*.sh scripts instead}"
 : "${DS_CONFIG:=configs/ds_config_gpt_${NAME}.json}"
 : "${NUM_GPUS:=8}" "${HOSTFILE:=}" "${MASTER_PORT:=29500}"
-# LAUNCHER=lazarus: NODES local nodes of NUM_GPUS/NODES ranks each, of which MIN_NODES must survive
-: "${LAUNCHER:=deepspeed}" "${NODES:=${NUM_GPUS}}" "${MIN_NODES:=1}"
+# LAUNCHER=lazarus or deepspeed-elastic: NODES local nodes of NUM_GPUS/NODES ranks each, of which MIN_NODES must survive;
+# with a HOSTFILE deepspeed-elastic makes every host a node, or several of RANKS_PER_NODE ranks
+: "${LAUNCHER:=deepspeed}" "${NODES:=${NUM_GPUS}}" "${MIN_NODES:=1}" "${RANKS_PER_NODE:=}"
 
 : "${NUM_LAYERS:=12}" "${HIDDEN_SIZE:=768}" "${NUM_ATTN_HEADS:=12}" "${SEQ_LEN:=2048}"
 : "${POSITION_EMBEDDING:=learned_absolute}" "${DROPOUT:=0.1}"
@@ -24,19 +25,33 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${TOKENIZER_TYPE:=GPT2BPETokenizer}" "${TOKENIZER_MODEL:=}" "${VOCAB_FILE:=}" "${MERGE_FILE:=}" "${SPLIT:=949,50,1}"
 : "${OUTPUT:=output/${NAME}}" "${CHECKPOINT_PATH:=${OUTPUT}/checkpoint}" "${TENSORBOARD_DIR:=}"
 
+RESULT=""
 case "${LAUNCHER}" in
 lazarus)
     LAUNCH=(lazarus run --nnodes "${MIN_NODES}:${NODES}" --local-nodes "${NODES}" --nproc-per-node "$((NUM_GPUS / NODES))"
         --config "${DS_CONFIG}" --log-dir "${LOG_DIR:=${OUTPUT}/logs}")
     ;;
-deepspeed)
+deepspeed | deepspeed-elastic)
     LAUNCH=(deepspeed --num_gpus "${NUM_GPUS}" --master_port "${MASTER_PORT}")
     if [[ -n "${HOSTFILE}" ]]; then
         LAUNCH=(deepspeed --hostfile "${HOSTFILE}" --master_port "${MASTER_PORT}")
     fi
+    if [[ "${LAUNCHER}" == deepspeed-elastic ]]; then
+        : "${LOG_DIR:=${OUTPUT}/logs}"
+        RESULT="${LOG_DIR}/result.json"
+        LAUNCH+=(--module megatron_lazarus.launch --min-nodes "${MIN_NODES}" --log-dir "${LOG_DIR}")
+        if [[ -z "${HOSTFILE}" ]]; then
+            : "${RANKS_PER_NODE:=$((NUM_GPUS / NODES))}"
+        fi
+        if [[ -n "${RANKS_PER_NODE}" ]]; then
+            LAUNCH+=(--ranks-per-node "${RANKS_PER_NODE}")
+        fi
+        # That of an earlier run must not be taken for this one's.
+        rm -f "${RESULT}"
+    fi
     ;;
 *)
-    echo "LAUNCHER is '${LAUNCHER}'; it must be deepspeed or lazarus" >&2
+    echo "LAUNCHER is '${LAUNCHER}'; it must be deepspeed, deepspeed-elastic or lazarus" >&2
     exit 2
     ;;
 esac
@@ -76,3 +91,12 @@ read -r -a DATA_WORDS <<<"${DATA_PATH}"
 mkdir -p "${OUTPUT}"
 "${LAUNCH[@]}" scripts/pretrain_gpt.py "${OPTIONS[@]}" --data-path "${DATA_WORDS[@]}" "$@" 2>&1 |
     tee -a "${OUTPUT}/pretrain_gpt_${NAME}.log"
+
+# The deepspeed command also ends with status 0 when its launcher was killed, or while other hosts still train.
+if [[ -n "${RESULT}" ]]; then
+    if [[ ! -f "${RESULT}" ]]; then
+        echo "the job has no result: ${RESULT} is missing" >&2
+        exit 1
+    fi
+    lazarus status --log-dir "${LOG_DIR}"
+fi
