@@ -217,8 +217,11 @@ class LazarusEngine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of one micro-batch of this rank's ``gradient_accumulation_steps``; returns the scaled loss.
 
-        Raises RuntimeError if the global batch cannot be shared out evenly, which only ``train_batch`` can do.
+        Raises RuntimeError if the global batch cannot be shared out evenly, which only ``train_batch`` can do, and
+        under a coordinator, where only ``train_batch`` can repeat what a lost node has interrupted.
         """
+        if self._elastic is not None:
+            raise RuntimeError("under a coordinator steps must be engine.train_batch, which can repeat them")
         if self.sizes.micro_batches % self.world_size:
             raise RuntimeError(
                 f"{self.sizes.micro_batches} micro-batches of a global batch do not divide by {self.world_size} ranks; "

@@ -55,6 +55,8 @@ def elastic_from_environment(ds_config: Mapping[str, Any]) -> Elastic:
         "config": _digest([json.dumps(ds_config, sort_keys=True, default=str).encode()]),
     }
     accelerator = get_accelerator()
+    # Before DeepSpeed does the same: the first collectives of the membership come earlier.
+    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device(accelerator.current_device_name())
     return Elastic(Membership.from_environment(check), accelerator.communication_backend_name(), device)
 
