@@ -1,0 +1,118 @@
+"""Faults at named points of the step protocol and of recovery.
+
+``CHAOS_FAULT`` of a node is ``point:step`` or ``point:step:how``, several separated by commas: when the point is
+reached with at least so many committed steps, the process is killed, or it is to ``stop``, ``hang`` (its heartbeats go
+on), ``raise``, or be ``slow`` for a while.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from megatron_lazarus import dense_state, expert_state
+
+STEP_POINTS = (
+    "before-backward",
+    "before-reduce",
+    "in-reduce",
+    "before-vote",
+    "after-vote",
+    "before-experts-step",
+    "before-dense-step",
+    "after-step",
+)
+RECOVERY_POINTS = ("built", "agreed", "migration", "second-layer", "moved", "settled")
+
+
+class Faults:
+    """Binds the faults named in ``text`` to ``engine``, which has just entered its first generation."""
+
+    def __init__(self, text: str, engine: Any) -> None:
+        self._engine = engine
+        self._data: list[tuple[int, str]] = []
+        for entry in filter(None, text.split(",")):
+            point, step, how = (*entry.split(":"), "kill")[:3]
+            if point == "data":
+                self._data.append((int(step), how))
+            elif not point.startswith("join-"):
+                self._wrap(*places(engine)[point], int(step), how, entry)
+
+    def at_data(self, step: int) -> None:
+        for when, how in list(self._data):
+            if step >= when:
+                self._data.remove((when, how))
+                strike(how, f"data:{when}:{how}")
+
+    def _wrap(self, owner: Any, name: str, step: int, how: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            if self._engine.global_steps >= step:
+                setattr(owner, name, original)
+                strike(how, what)
+            return original(*arguments, **options)
+
+        setattr(owner, name, wrapped)
+
+
+def strike(how: str, what: str) -> None:
+    """Let it happen, here and now."""
+    print(f"fault {what}", flush=True)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "hang":
+        time.sleep(3600)
+    elif how == "slow":
+        time.sleep(1.5)
+    elif how == "raise":
+        raise ValueError("a bad batch")
+    else:
+        raise AssertionError(f"unknown fault {what}")
+
+
+def places(engine: Any) -> dict[str, tuple[Any, str]]:
+    """What is called at each point: (object, name of its function)."""
+    return {
+        "before-backward": (engine, "_backward"),
+        "before-reduce": (engine.experts, "reduce_gradients"),
+        "in-reduce": (engine.experts._exchange, "_reduce_bucket"),
+        "before-vote": (engine.protocol, "_vote"),
+        "after-vote": (engine.protocol, "decide"),
+        "before-experts-step": (engine.experts, "commit"),
+        "before-dense-step": (engine.deepspeed_engine, "step"),
+        "after-step": (engine.experts, "clear_step"),
+        "migration": (engine.experts, "change_plan"),
+        "second-layer": (engine.experts.layers[1].experts, "bind"),
+        "moved": (engine.experts, "_bind"),
+        "evaluation": (engine, "_evaluate"),
+        "saving": (engine._checkpoint, "_write_expert"),
+        "publishing": (engine._checkpoint, "_gather"),
+        "finish": (engine, "finish"),
+        **({} if engine._elastic is None else _recovery_places(engine)),
+    }
+
+
+def _recovery_places(engine: Any) -> dict[str, tuple[Any, str]]:
+    elastic = engine._elastic
+    return {
+        "built": (elastic, "_reports"),
+        "agreed": (elastic, "_hold_everything"),
+        "settled": (engine, "settle"),
+        "change": (elastic, "_agree_on_change"),
+        "giving-state": (dense_state, "pack"),
+    }
+
+
+def faults_while_joining(text: str) -> None:
+    """Faults of a process that has no engine yet: ``join-state`` while it takes the state over, ``join-records``."""
+    points = {"join-state": (dense_state, "unpack"), "join-records": (expert_state, "migrate")}
+    for entry in filter(None, text.split(",")):
+        point = entry.split(":")[0]
+        if point in points:
+            owner, name = points[point]
+            setattr(owner, name, lambda *_, entry=entry: strike("kill", entry))
