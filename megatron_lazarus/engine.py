@@ -135,6 +135,11 @@ class LazarusEngine:
         """Whether this process came into a run that had begun: its state is the run's, not to be loaded."""
         return self._elastic is not None and self._elastic.joined_running
 
+    @property
+    def goodput(self) -> float | None:
+        """Share of the run's wall time that went into steps that committed, 0..1; None without a coordinator."""
+        return None if self._elastic is None else self._elastic.goodput.share
+
     def _together(self, attempt: Callable[[], Outcome]) -> Outcome:
         """Do something that all ranks do and whose result is JSON, again if nodes are lost meanwhile."""
         if self._elastic is None:

@@ -101,7 +101,7 @@ class _Job:
             iteration = engine.global_steps
             progress.add(result)
             if iteration % args.log_interval == 0:
-                on_rank_zero(progress.line(iteration, _learning_rate(engine), dist.get_world_size()))
+                on_rank_zero(progress.line(iteration, _learning_rate(engine), dist.get_world_size(), engine.goodput))
             if args.eval_iters and iteration % args.eval_interval == 0 and iteration < args.train_iters:
                 with progress.paused():
                     self._evaluate("validation", f"iteration {iteration}")

@@ -42,11 +42,11 @@ class Progress:
         finally:
             self._since += time.perf_counter() - start
 
-    def line(self, iteration: int, learning_rate: float, world_size: int) -> str:
+    def line(self, iteration: int, learning_rate: float, world_size: int, goodput: float | None = None) -> str:
         """Return the line for the steps since the last one, and start anew.
 
         Losses are means over those steps, times are seconds of wall clock or as named; skipped and not-finite
-        iterations are counted since the last line too.
+        iterations are counted since the last line too; ``goodput`` is of the whole run, as the engine says.
         """
         args = self._args
         seconds = max((time.perf_counter() - self._since) / max(1, self._steps), 1e-9)
@@ -64,11 +64,12 @@ class Progress:
             f"number of nan iterations: {self._not_finite:3d}",
             f"samples per second: {samples / seconds:.3f}",
             f"tokens per gpu per second (tgs): {samples * args.seq_length / seconds / world_size:.3f}",
-            f"TFLOPs: {self._tera_flops_per_step / seconds / world_size:.2f} |",
+            f"TFLOPs: {self._tera_flops_per_step / seconds / world_size:.2f}",
+            *([] if goodput is None else [f"goodput: {goodput:.4f}"]),
         ]
         self._skipped = self._not_finite = 0
         self._clear()
-        return " | ".join(parts)
+        return " | ".join(parts) + " |"
 
     def _clear(self) -> None:
         self._steps = self._counted = 0
