@@ -1,0 +1,319 @@
+"""``deepspeed … --module megatron_lazarus.launch``: nodes that die under a launcher that would kill all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_lazarus.elastic.place import Place, PlaceError
+from tests.distributed.launch import REPOSITORY, TAG, free_port, kill_tagged, run_command, tagged
+from tests.elastic.harness import START_LIMIT_S, Event
+
+END_LIMIT_S = 60.0
+
+PLAIN = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE", "CROSS_RANK")
+seen = {"argv": sys.argv[1:], "env": {name: os.environ[name] for name in names}, "parent": os.getppid()}
+with open(os.environ["SEEN"] + os.environ["RANK"], "w") as file:
+    json.dump(seen, file)
+sys.exit(3 if "fail" in sys.argv and os.environ["RANK"] == "1" else 0)
+"""
+
+ENVIRONMENT = """
+import json, os, sys
+mine = {"argv": sys.argv[1:], "devices": os.environ["CUDA_VISIBLE_DEVICES"]}
+mine["launcher's"] = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+place = os.environ["LAZARUS_NODE"] + "." + os.environ["LOCAL_RANK"]
+with open(os.environ["SEEN"] + place, "w") as file:
+    json.dump(mine, file)
+raise ValueError("a bad batch")
+"""
+
+
+class Command:
+    """A running ``deepspeed`` command."""
+
+    def __init__(self, log_dir: Path, process: subprocess.Popen[bytes], tag: str) -> None:
+        self.log_dir, self.process, self.tag = log_dir, process, tag
+
+    def events(self) -> list[Event]:
+        path = self.log_dir / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def wait_for(self, kind: str, generation: int) -> None:
+        self.wait_until(lambda: any((e["kind"], e["generation"]) == (kind, generation) for e in self.events()))
+
+    def wait_until(self, true: Callable[[], bool], limit: float = START_LIMIT_S) -> None:
+        deadline = time.monotonic() + limit
+        while not true():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.05)
+
+    def wait(self, limit: float = END_LIMIT_S) -> int:
+        """The command's exit status; nothing may be left of it."""
+        try:
+            code = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {limit:g} s\n{self.logs()}") from None
+        self.nothing_is_left()
+        return code
+
+    def nothing_is_left(self, limit: float = 0.0) -> None:
+        with contextlib.suppress(AssertionError):
+            self.wait_until(lambda: not tagged(self.tag), limit)
+        assert [process.cmdline() for process in tagged(self.tag)] == []
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.log_dir / "result.json").read_text())
+
+    def output(self) -> str:
+        return (self.log_dir / "output.txt").read_text(errors="replace")
+
+    def logs(self) -> str:
+        paths = [path for path in sorted(self.log_dir.iterdir()) if path.is_file()]
+        return "\n".join(f"===== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
+
+    def worker(self, node: str) -> psutil.Process:
+        for process in tagged(self.tag):
+            environment = process.environ()
+            if environment.get("LAZARUS_NODE") == node and "megatron_lazarus.launch" not in process.cmdline():
+                return process
+        raise AssertionError(f"no worker of {node}\n{self.logs()}")
+
+    def launcher(self) -> psutil.Process:
+        return next(p for p in tagged(self.tag) if "deepspeed.launcher.launch" in p.cmdline())
+
+
+@contextlib.contextmanager
+def deepspeed(
+    log_dir: Path,
+    *options: str | Path,
+    ranks: int = 4,
+    flags: tuple[str, ...] = ("--no_local_rank",),
+    **environment: str,
+) -> Iterator[Command]:
+    """The command with ``options`` for the launch module and its script; nothing of it survives."""
+    config = log_dir / "ds.json"
+    config.write_text(json.dumps({"lazarus": {"elastic": {"heartbeat_interval_s": 0.25}}}))
+    tag = uuid.uuid4().hex
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
+    command += ["--master_port", str(free_port()), *flags, "--module", "megatron_lazarus.launch"]
+    command += ["--log-dir", str(log_dir), "--lazarus-config", str(config), *map(str, options)]
+    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment, TAG: tag}
+    with (log_dir / "output.txt").open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        yield Command(log_dir, process, tag)
+    finally:
+        kill_tagged(tag)
+        process.wait()
+
+
+def loop(log_dir: Path) -> tuple[str | Path, ...]:
+    return ("--ranks-per-node", "1", "--module", "tests.elastic.loop", log_dir)
+
+
+@pytest.mark.distributed
+def test_the_death_of_a_worker_is_that_of_its_node_only(tmp_path: Path) -> None:
+    with deepspeed(tmp_path, *loop(tmp_path)) as run:
+        run.wait_for("working", 1)
+        run.worker("node0").kill()
+        run.wait_for("working", 2)
+        run.worker("node2").kill()
+        run.wait_for("working", 3)
+        (tmp_path / "stop").touch()
+        assert run.wait() == 0, run.logs()
+    assert run.result["status"] == "completed"
+    assert run.result["value"]["world_size"] == 2
+    output = run.output().splitlines()
+    # Rank 0's lines as it wrote them, also where another node has taken its place.
+    assert {"working in 1 as 0/4", "working in 2 as 0/3"} <= set(output)
+    assert not {"working in 1 as 2/4", "working in 1 as 3/4", "working in 3 as 1/2"} & set(output)
+
+
+@pytest.mark.distributed
+def test_an_engine_trains_on(tmp_path: Path) -> None:
+    options = json.dumps({"total_steps": 30, "pause_s": 0.02})
+    with deepspeed(tmp_path, "--ranks-per-node", "1", "--module", "tests.chaos.worker", tmp_path, options) as run:
+        run.wait_until(lambda: any('"step": 3,' in path.read_text() for path in tmp_path.glob("ledger-*")))
+        run.worker("node1").kill()
+        assert run.wait(START_LIMIT_S) == 0, run.logs()
+    assert (run.result["status"], run.result["step"], run.result["generation"]) == ("completed", 30, 2)
+
+
+@pytest.mark.distributed
+def test_a_script_that_raises_everywhere(tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(ENVIRONMENT)
+    options = ("--ranks-per-node", "2", script, "--data", "x")
+    with deepspeed(tmp_path, *options, flags=(), SEEN=f"{tmp_path}/seen-") as run:
+        # DeepSpeed's launcher could kill nobody any more who could go on.
+        assert run.wait() == 1, run.logs()
+    assert run.result["status"] == "failed"
+    assert "exit status 1" in str(run.result)
+    assert "ValueError: a bad batch" in run.output()
+    for node, devices in (("node0", "0,1"), ("node1", "2,3")):
+        for local_rank in range(2):
+            seen = json.loads((tmp_path / f"seen-{node}.{local_rank}").read_text())
+            arguments = [f"--local_rank={local_rank}", "--data", "x"]
+            assert seen == {"argv": arguments, "devices": devices, "launcher's": []}
+
+
+@pytest.mark.distributed
+def test_the_provided_script_tells_of_a_failed_job(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "result.json").write_text('{"status": "completed"}')
+    variables = {"OUTPUT": str(tmp_path), "DATA_PATH": str(tmp_path / "none"), "NUM_GPUS": "1"}
+    variables |= {"LAUNCHER": "deepspeed-elastic", "MASTER_PORT": str(free_port())}
+    ended = run_command(["scripts/pretrain_gpt_tiny.sh"], timeout=START_LIMIT_S, environment=variables)
+    assert ended.returncode == 1, ended.output
+    assert ended.leftovers == []
+    assert json.loads((logs / "result.json").read_text())["status"] == "failed"
+    assert "pretrain_gpt: " in ended.output
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("section", [{}, {"lazarus": {"enabled": False}}, {"lazarus": {"elastic": {"enabled": False}}}])
+def test_without_an_elastic_section_the_script_runs_as_it_is(section: dict[str, Any], tmp_path: Path) -> None:
+    script, config = tmp_path / "plain.py", tmp_path / "config.json"
+    script.write_text(PLAIN)
+    config.write_text(json.dumps(section))
+    logs = tmp_path / "logs"
+    port = str(free_port())
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, "--module"]
+    command += ["megatron_lazarus.launch", "--log-dir", str(logs), str(script), "fail", "--deepspeed_config"]
+    seen = {"SEEN": str(tmp_path / "seen-")}
+    ended = run_command([*command, str(config)], timeout=START_LIMIT_S, environment=seen)
+    assert (ended.returncode, ended.leftovers) == (3, []), ended.output
+    for rank in ("0", "1"):
+        found = json.loads((tmp_path / f"seen-{rank}").read_text())
+        assert found["argv"] == [f"--local_rank={rank}", "fail", "--deepspeed_config", str(config)]
+        expected = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0"}
+        assert found["env"] == {**expected, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    assert not logs.exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
+    with deepspeed(tmp_path, *loop(tmp_path)) as run:
+        run.wait_for("working", 1)
+        run.launcher().send_signal(number)
+        run.wait(40)
+    if number == signal.SIGKILL:
+        assert not (tmp_path / "result.json").exists()
+    else:
+        assert run.result["status"] == "failed"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_a_stopped_command_ends_the_job(whole_group: bool, tmp_path: Path) -> None:
+    with deepspeed(tmp_path, *loop(tmp_path)) as run:
+        run.wait_for("working", 1)
+        if whole_group:
+            # What a terminal does for Ctrl-C.
+            os.killpg(run.process.pid, signal.SIGINT)
+        else:
+            run.process.terminate()
+        run.process.wait(40)
+        run.nothing_is_left(40)
+    assert run.result["status"] == "failed"
+    assert "SIGTERM" in run.result["reason"]
+
+
+def place(**changes: int) -> Place:
+    values = {"RANK": 5, "LOCAL_RANK": 1, "LOCAL_SIZE": 4, "WORLD_SIZE": 8, "CROSS_RANK": 1, "CROSS_SIZE": 2}
+    size = changes.pop("size", None)
+    environment = {name: str(value) for name, value in {**values, "MASTER_PORT": 29500, **changes}.items()}
+    return Place.from_environment({**environment, "MASTER_ADDR": "host0"}, size)
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "node", "first", "nodes"),
+    [
+        (None, 2, "node1", 0, 2),
+        (4, 2, "node1", 0, 2),
+        (2, 2, "node1-0", 0, 4),
+        (1, 2, "node1-1", 1, 8),
+        (None, 1, "node0", 0, 1),
+        (2, 1, "node0", 0, 2),
+        (1, 1, "node1", 1, 4),
+    ],
+)
+def test_nodes_of_hosts(size: int | None, hosts: int, node: str, first: int, nodes: int) -> None:
+    found = place(size=size, CROSS_SIZE=hosts, CROSS_RANK=hosts - 1, WORLD_SIZE=4 * hosts)
+    assert (found.node, found.first, found.nodes) == (node, first, nodes)
+
+
+def test_devices_of_a_node() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "ZE_AFFINITY_MASK": "0"}
+    assert place(size=2, LOCAL_RANK=3).device_lists(environment) == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert place().device_lists(environment) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+
+
+def test_impossible_places() -> None:
+    with pytest.raises(PlaceError, match="--ranks-per-node is 3; host 1 has 4 ranks"):
+        place(size=3)
+    with pytest.raises(PlaceError, match=r"WORLD_SIZE, CROSS_RANK.*deepspeed command"):
+        Place.from_environment({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, None)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_workers_get_the_cores_of_their_ranks() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    code = "import os, sys; from megatron_lazarus.elastic.place import Place, bound_cores\n"
+    code += "print({k: sorted(v) for k, v in bound_cores(Place.from_environment(os.environ, None)).items()})"
+    names = {"RANK": "0", "LOCAL_SIZE": "2", "WORLD_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    environment = {**os.environ, **names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+    def start(rank: int, *command: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            env={**environment, "LOCAL_RANK": str(rank)},
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {cores[rank]}),
+        )
+
+    with start(0, sys.executable, "-c", code) as leader, start(1, "sleep", "20") as other:
+        assert leader.communicate(timeout=20)[0] == f"{{0: [{cores[0]}], 1: [{cores[1]}]}}\n"
+        other.kill()
+
+
+def test_a_wrong_config_is_told_once(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"lazarus": {"elastic": {"min_node": 2}}}')
+    command = [sys.executable, "-m", "megatron_lazarus.launch", "--lazarus-config", config, "train.py"]
+    first = run_command(command, timeout=20, environment={"RANK": "0"})
+    assert (first.returncode, first.output.count("lazarus.elastic.min_node")) == (2, 1)
+    assert run_command(command, timeout=20, environment={"RANK": "1"}).output == ""
+
+
+def test_it_starts_without_the_libraries_of_the_worker() -> None:
+    code = "import sys, megatron_lazarus.launch; print(sorted({'torch', 'numpy', 'deepspeed'} & set(sys.modules)))"
+    assert run_command([sys.executable, "-c", code], timeout=20).output == "[]\n"
