@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from megatron_lazarus import plan_command
 from megatron_lazarus.elastic import run_command
+from megatron_lazarus.reporting import run_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True)
     plan_command.add_parser(subparsers)
     run_command.add_parser(subparsers)
+    run_report.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 
