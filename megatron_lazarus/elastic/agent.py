@@ -215,7 +215,11 @@ class Agent:
         while (message := await channel.receive()) is not None:
             self._contact = time.monotonic()
             if message.get("do") == "kill":
-                self.kill(str(message["why"]), stacks=True)
+                why, grace_s = str(message["why"]), float(message["grace_s"])
+                if grace_s:
+                    asyncio.get_running_loop().call_later(grace_s, self.kill, why)
+                else:
+                    self.kill(why, stacks=bool(message["stacks"]))
             elif message.get("do") == "shutdown":
                 self._completed = bool(message["completed"])
                 limit = SHUTDOWN_LIMIT_S if self._completed else HANDSHAKE_TIMEOUT_S

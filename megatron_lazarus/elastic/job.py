@@ -14,18 +14,13 @@ from typing import Any, Literal
 
 from megatron_lazarus.elastic.journal import Journal
 from megatron_lazarus.elastic.messages import Message
-from megatron_lazarus.elastic.roster import (
-    Failure,
-    Node,
-    Quarantine,
-    Worker,
-    furthest_behind,
-    natural,
-    workers_of,
-)
-from megatron_lazarus.elastic.settings import BUILD_TIMEOUT_S, ElasticConfig
+from megatron_lazarus.elastic.roster import Failure, Node, Quarantine, Worker, furthest_behind, natural, workers_of
+from megatron_lazarus.elastic.settings import BUILD_TIMEOUT_S, ENDING_GRACE_S, ElasticConfig
 
 logger = logging.getLogger(__name__)
+
+TIMEOUTS = ("silent", "stuck", "build")
+"""Failures after which a worker may still be alive, somewhere."""
 
 Phase = Literal["gathering", "building", "live", "broken", "ended"]
 
@@ -152,15 +147,21 @@ class Job:
         if message["generation"] != self.generation and worker.node.state == "member":
             return
         if message["own"]:
-            self.fail_node(worker.node, "raised", f"{message['error']} (local rank {worker.local_rank})")
+            detail = f"{message['error']} (local rank {worker.local_rank})"
+            self.fail_node(worker.node, "raised", detail, ending=worker)
         elif self.phase in ("building", "live"):
             self._failures.append(Failure("collective", worker.node.name, str(message["error"])))
             self._break(f"{worker} reports: {message['error']}")
 
     # -- failures -----------------------------------------------------------------------------------------------
 
-    def fail_node(self, node: Node, kind: str, detail: str, silent_s: float = 0.0) -> None:
-        """Declare a node dead: its workers are told to die, and the generation it is a member of breaks."""
+    def fail_node(
+        self, node: Node, kind: str, detail: str, silent_s: float = 0.0, ending: Worker | None = None
+    ) -> None:
+        """Declare a node dead: its workers are told to die, and the generation it is a member of breaks.
+
+        ``ending`` is a worker that is about to end by itself, with its traceback.
+        """
         if not node.alive or self.phase == "ended":
             return
         was_member = node.state == "member"
@@ -168,7 +169,7 @@ class Job:
         failure = Failure(kind, node.name, detail)
         self.event("failure", node=node.name, cause=kind, detail=detail, was_member=was_member, silent_s=silent_s)
         self.quarantine.failed(node.name, self._clock())
-        self._dismiss(node, str(failure))
+        self._dismiss(node, str(failure), kind, ending)
         if was_member or not self.generation:
             self._failures.append(failure)
         if was_member:
@@ -177,11 +178,13 @@ class Job:
         self.announce()
         self.advance()
 
-    def _dismiss(self, node: Node, why: str) -> None:
+    def _dismiss(self, node: Node, why: str, kind: str, ending: Worker | None = None) -> None:
         for worker in node.present:
-            worker.channel.send({"push": "evicted", "why": why})
+            if worker is not ending:
+                worker.channel.send({"push": "evicted", "why": why})
         if node.agent is not None:
-            node.agent.send({"do": "kill", "why": why})
+            grace_s = ENDING_GRACE_S if kind in ("raised", "check") else 0.0
+            node.agent.send({"do": "kill", "why": why, "stacks": kind in TIMEOUTS, "grace_s": grace_s})
 
     def _break(self, why: str) -> None:
         if self.phase not in ("building", "live"):
@@ -191,8 +194,6 @@ class Job:
             return
         self._enter("broken")
         self.event("broken", why=why)
-        # Whoever waits for a store key of this generation gets an error now instead of a time-out.
-        self._store = None
         for worker in living:
             worker.channel.send({"push": "broken", "generation": self.generation, "why": why})
             if worker.finished:
@@ -216,7 +217,7 @@ class Job:
         elapsed = now - self._phase_since
         if self.phase == "building" and elapsed > 2 * BUILD_TIMEOUT_S:
             self._evict([w for w in workers_of(self.living()) if w.built != self.generation], "build", elapsed)
-        elif self.phase == "broken" and elapsed > config.collective_timeout_s:
+        elif self.phase == "broken" and elapsed > config.collective_timeout_s + BUILD_TIMEOUT_S:
             self._evict([w for w in workers_of(self.living()) if w.request is None and not w.left], "stuck", elapsed)
         elif self.phase == "live":
             self._find_stuck(now)
@@ -259,7 +260,7 @@ class Job:
             return f"node {name!r} is not in the job; it has {', '.join(n for n in sorted(self.nodes)) or 'none'}"
         if node.state != "member":
             node.state = "left"
-            self._dismiss(node, "drained before it was a member")
+            self._dismiss(node, "drained before it was a member", "drained")
         elif node.drain_deadline is None:
             node.drain_deadline = self._clock() + min(grace_s or self.config.drain_grace_s, self.config.drain_grace_s)
             self.event("drain", node=name)

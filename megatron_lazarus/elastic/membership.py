@@ -265,8 +265,7 @@ class Membership:
     @property
     def broken_why(self) -> str | None:
         """Why the current generation is broken; None while it is not."""
-        watchdog = self._watchdog
-        return watchdog.broken_why if watchdog.broken and watchdog.broken == watchdog.generation else None
+        return self._watchdog.broken_why if self._watchdog.is_broken else None
 
     @property
     def _number(self) -> int:

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from megatron_lazarus.elastic.membership import Generation
 from megatron_lazarus.elastic.settings import BUILD_TIMEOUT_S, EXIT_STUCK
 from megatron_lazarus.elastic.sockets import GroupSockets
+from megatron_lazarus.elastic.waiting import AbandonedWorks, CollectiveAbandoned
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,9 @@ class ProcessGroups:
         self.backend, self._device = backend, device or torch.device("cpu")
         self._long, self._short = timedelta(seconds=collective_timeout_s), timedelta(seconds=build_timeout_s)
         self._sockets = GroupSockets()
+        self._works = AbandonedWorks()
+        # Groups that cannot be destroyed yet, each with the operations in flight that forbid it.
+        self._graveyard: list[tuple[AbandonedWorks, list[Any]]] = []
         self._generation = 0
         self._unblocked = 0
 
@@ -57,6 +61,10 @@ class ProcessGroups:
         """Make and verify the world group of a generation; raises BuildFailed, with nothing left of it."""
         where = f"rank {generation.rank} of {generation.world_size}, generation {generation.number}"
         self._sockets.forget()
+        self._graveyard = [grave for grave in self._graveyard if grave[0].in_flight]
+        self._works = AbandonedWorks()
+        if self.backend == "gloo":
+            self._works.start()
         self._generation = generation.number
         try:
             with self._sockets.recording():
@@ -99,7 +107,9 @@ class ProcessGroups:
             if self._unblocked != generation:
                 self._unblocked = generation
                 _abort_nccl()
-        elif shut := self._sockets.shut():
+            return
+        self._works.broken = True
+        if shut := self._sockets.shut():
             logger.info("generation %d is broken: shut %d connections", generation, shut)
 
     def break_groups(self) -> None:
@@ -115,6 +125,10 @@ class ProcessGroups:
             else:
                 # An operation still in flight would make the destruction wait for its time-out.
                 self._sockets.shut()
+                if self._works.in_flight:
+                    self._graveyard.append((self._works, list(dist.distributed_c10d._world.pg_map)))
+                    # It does nothing to gloo but to forget the groups.
+                    dist.distributed_c10d._abort_process_group()
             if dist.is_initialized():
                 dist.destroy_process_group()
         self._sockets.forget()
@@ -182,6 +196,8 @@ def forget_groups() -> None:
 def is_collective_error(error: BaseException) -> bool:
     """Whether an exception says that another rank has failed, rather than this one."""
     if isinstance(error, dist.DistError):
+        return True
+    if isinstance(error, CollectiveAbandoned):
         return True
     text = str(error)
     signs = ("gloo", "NCCL", "ProcessGroup", "Connection closed", "Connection reset", "Timed out waiting")

@@ -11,6 +11,9 @@ BUILD_TIMEOUT_S = 15.0
 HANDSHAKE_TIMEOUT_S = 5.0
 """How long a new connection may take to prove that it knows the job token."""
 
+ENDING_GRACE_S = 5.0
+"""How long a worker that has reported its own exception may take to end, before it is killed."""
+
 SHUTDOWN_LIMIT_S = 30.0
 """How long workers may take to exit once the job has its result."""
 

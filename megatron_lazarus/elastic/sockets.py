@@ -1,7 +1,8 @@
 """Frees a thread that is blocked in a gloo collective by shutting the connections of its group down.
 
 Gloo has no abort: a collective with a peer that hangs ends at the group's time-out, and so does the destruction of
-the group. Shutting its connections makes both return at once. A hack, kept in this file.
+the group. Shutting its connections makes both return at once, but for what ``waiting.py`` is about. It also frees the
+peers that wait for this rank. A hack, kept in this file.
 """
 
 from __future__ import annotations

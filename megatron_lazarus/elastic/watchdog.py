@@ -20,6 +20,8 @@ from megatron_lazarus.elastic.settings import EXIT_EVICTED, EXIT_LEASE, ElasticC
 
 logger = logging.getLogger(__name__)
 
+UNBLOCK_INTERVAL_S = 0.05
+
 Connect = Callable[[float], tuple[BlockingChannel, Message]]
 """Connects and says hello within so many seconds: (channel, the coordinator's answer). Raises OSError."""
 
@@ -112,9 +114,11 @@ class Watchdog(threading.Thread):
             if now >= next_beat:
                 self._beat()
                 next_beat = now + interval
-                self._free_main()
+            # A main thread that builds its group opens new connections meanwhile.
+            self._free_main()
             try:
-                message = self._channel.receive(min(0.5, max(0.0, next_beat - time.monotonic())))
+                pause = next_beat - time.monotonic()
+                message = self._channel.receive(max(0.0, min(pause, UNBLOCK_INTERVAL_S) if self.is_broken else pause))
                 while message is not None:
                     self._handle(message)
                     message = self._channel.receive(0.0)
@@ -154,15 +158,17 @@ class Watchdog(threading.Thread):
             self.pending = message
         elif message["push"] == "broken":
             self.broken, self.broken_why = int(message["generation"]), str(message["why"])
-            self._free_main()
         elif message["push"] == "ended":
             with self.changed:
                 self.result = dict(message["result"])
                 self.changed.notify_all()
 
+    @property
+    def is_broken(self) -> bool:
+        return self.broken > 0 and self.broken == self.generation
+
     def _free_main(self) -> None:
-        # Again with every heartbeat: a main thread that builds its group opens new connections meanwhile.
-        if self.broken and self.broken == self.generation:
+        if self.is_broken:
             self.unblock(self.broken)
 
     def _reconnect(self, error: OSError) -> None:

@@ -161,6 +161,7 @@ def test_a_worker_that_raises(tmp_path: Path) -> None:
         working(job, generation=2)
         completed(job, generation=2, world_size=2)
         assert failures(job) == [("b", "raised")]
+        assert 'raise RuntimeError("a bad batch")' in (tmp_path / "b.0.log").read_text()
 
 
 def test_what_fails_everywhere_ends_the_job(tmp_path: Path) -> None:
