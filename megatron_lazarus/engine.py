@@ -106,11 +106,11 @@ class LazarusEngine:
         """
         if self._elastic is None:
             return self._train_step(micro_batch_fn)
-        self._elastic.change_world()
         result = self._elastic.run(
             lambda: self._train_step(micro_batch_fn),
             lambda _: {"vote": self.protocol.vote_json()},
             lambda _: self.protocol.result(),
+            between_steps=True,
         )
         if self.global_steps % self.config.elastic.audit_interval == 0:
             self._together(lambda: [str(finding) for finding in audit(self)])

@@ -9,6 +9,7 @@ a step: the vote); where none has, all drop it and do it again.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,19 +52,19 @@ class _Report:
     """What a member says of itself when a generation begins.
 
     ``operation``: how many it has completed, None if it has no state yet; ``outcome``: of the last one;
-    ``change_due``: whether the next one is a change of the world; ``counted``: see ``Goodput.adopt``.
+    ``checkpoint``: the newest it knows; ``counted``: see ``Goodput.adopt``.
     """
 
     operation: int | None
     outcome: Any
-    change_due: bool
+    checkpoint: str | None
     holdings: Holdings
     counted: list[float]
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> _Report:
         held = tuple(tuple(row) for row in data["holdings"])
-        return cls(data["operation"], data["outcome"], data["change_due"], held, data["counted"])
+        return cls(data["operation"], data["outcome"], data["checkpoint"], held, data["counted"])
 
 
 class Elastic:
@@ -105,6 +106,8 @@ class Elastic:
         engine.experts.peers.observe = self._observe
         engine._checkpoint.generation = lambda: self._generation.number
         engine._checkpoint.may_publish = lambda: self.membership.may_publish(self._generation.number, PUBLISH_LIMIT_S)
+        if threading.current_thread() is threading.main_thread():
+            self.membership.drain_on_signals()
         engine.protocol.wants_change = lambda: bool(self.membership.pending)
         if dist.is_initialized():
             # The private world in which the engine was built.
@@ -154,14 +157,17 @@ class Elastic:
         clock = _Clock()
         self.groups.build(generation)
         self.membership.built()
+        # Who stands furthest behind is told by these numbers, so all must count from the same moment.
+        self._collectives = 0
         repoint(engine.deepspeed_engine, generation.rank, generation.world_size, engine.sizes.micro_batches)
         clock.lap("build")
         reports = self._reports()
         settled = [rank for rank, report in enumerate(reports) if report.operation is not None]
-        self._agree(reports, settled)
+        newest = max((reports[rank] for rank in settled), key=lambda report: report.operation or 0, default=None)
+        self._agree(newest)
         source = settled[0] if settled else 0
         if len(settled) < len(reports):
-            self._give_state(source, reports, settled, generation.rank)
+            self._give_state(source, newest, reports[source].counted, generation.rank)
         clock.lap("state")
         held = self._hold_everything(reports, generation)
         plan = self._plan(source, held, generation)
@@ -175,17 +181,19 @@ class Elastic:
         mine = {
             "operation": self.operation,
             "outcome": self.outcome,
-            "change_due": self.change_due,
+            "checkpoint": self._engine._checkpoint.newest,
             "holdings": self._engine.experts.holdings,
             "counted": self.goodput.since_begin(),
         }
         return [_Report.from_json(entry) for entry in gather_json(mine)]
 
-    def _agree(self, reports: list[_Report], settled: list[int]) -> None:
-        """Complete the operation in progress with what another member got of it, or drop it."""
-        if self.operation is None:
+    def _agree(self, newest: _Report | None) -> None:
+        """Complete the operation in progress with what the ``newest`` member got of it, or drop it."""
+        if newest is not None:
+            # Experts that all have lost must come from one checkpoint, and a newcomer has none of its own.
+            self._engine._checkpoint.newest = newest.checkpoint
+        if self.operation is None or newest is None:
             return
-        newest = max((reports[rank] for rank in settled), key=lambda report: report.operation or 0)
         behind = (newest.operation or 0) - self.operation
         if behind > 1:
             raise AssertionError(f"{self.membership.place}: {behind} operations behind another member")
@@ -197,19 +205,16 @@ class Elastic:
         else:
             self._engine.protocol.abandon()
 
-    def _give_state(self, source: int, reports: list[_Report], settled: list[int], rank: int) -> None:
+    def _give_state(self, source: int, newest: _Report | None, counted: list[float], rank: int) -> None:
         """Ranks without state take the dense part, and their place in the run, over from ``source``."""
-        engine = self._engine
-        data = dense_state.pack(engine) if rank == source else None
-        data = broadcast_bytes(data, source)
+        data = broadcast_bytes(dense_state.pack(self._engine) if rank == source else None, source)
         if self.operation is None:
             if rank != source:
-                dense_state.unpack(data, engine)
-            newest = max((reports[other] for other in settled), key=lambda report: report.operation or 0, default=None)
-            self.operation = 0 if newest is None else newest.operation
-            self.change_due = newest is not None and newest.change_due
-            if settled:
-                self.goodput.adopt(reports[source].counted)
+                dense_state.unpack(data, self._engine)
+            self.operation = 0
+            if newest is not None:
+                self.operation, self.outcome = newest.operation, newest.outcome
+                self.goodput.adopt(counted)
 
     def _hold_everything(self, reports: list[_Report], generation: Generation) -> Plan:
         """See to it that every expert is held by some rank; returns who holds what."""
@@ -232,13 +237,17 @@ class Elastic:
         return Plan(tuple(placements), generation.rank_nodes)
 
     def _plan(self, planner: int, held: Plan, generation: Generation) -> Plan:
-        """The plan that rank ``planner`` makes for this generation, the same on every rank."""
+        """The plan that rank ``planner`` makes for this generation, and whether a change is due, alike on all ranks."""
         proposal: Any = None
         if generation.rank == planner:
             engine = self._engine
             plan = plan_for(engine.experts.loads, engine.config.experts, generation.rank_nodes)
-            proposal = map_plan(held, plan).to_json()
-        return Plan.from_json(broadcast_json(proposal, planner))
+            # Whoever comes or goes need not wait for the step that is repeated now.
+            due = self.change_due or bool(self.membership.pending)
+            proposal = {"plan": map_plan(held, plan).to_json(), "change_due": due}
+        decided = broadcast_json(proposal, planner)
+        self.change_due = decided["change_due"]
+        return Plan.from_json(decided["plan"])
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -247,14 +256,19 @@ class Elastic:
         attempt: Callable[[], Outcome],
         outcome: Callable[[Outcome], dict[str, Any]],
         given: Callable[[dict[str, Any]], Outcome],
+        *,
+        between_steps: bool = False,
     ) -> Outcome:
         """Run one operation until it is complete, through as many generations as that takes.
 
         ``attempt`` does it; ``outcome`` makes JSON of its result, from which ``given`` makes the result on a rank
-        where another one has completed it. Raises what ``attempt`` raises of its own.
+        where another one has completed it. ``between_steps``: before each attempt the world may change. Raises what
+        ``attempt`` raises of its own.
         """
         while True:
             self._finished_elsewhere = None
+            if between_steps:
+                self._change_world()
             started = time.monotonic()
             try:
                 result = attempt()
@@ -271,13 +285,13 @@ class Elastic:
         assert self.operation is not None
         self.operation += 1
         self.outcome = outcome
-        self.change_due = bool(outcome.get("vote", {}).get("change"))
         if "vote" in outcome:
+            self.change_due = bool(outcome["vote"]["change"])
             for layer in self._engine.experts.layers:
                 # A committed step: what the constructor made must never come back.
                 layer.experts.forget_initial()
         self._note("forward")
-        if seconds is not None and "world" not in outcome:
+        if seconds is not None:
             self._count("vote" in outcome, seconds)
 
     def _count(self, is_step: bool, seconds: float) -> None:
@@ -293,20 +307,27 @@ class Elastic:
                 "working", steps=steps, first=first, seconds=round(seconds, 4), **self.goodput.to_json()
             )
 
-    def change_world(self) -> None:
-        """Between two steps, if a vote asked for it: admit who waits, let go who leaves."""
-        if not self.change_due:
-            return
-        change = self.run(self._agree_on_change, lambda change: {"world": change}, lambda outcome: outcome["world"])
-        joining, leaving = change
-        if not joining and not leaving:
-            return
-        self.groups.break_groups()
-        if self.membership.node in leaving:
-            self.membership.leave()
-            raise NodeDrained
-        why = "join" if joining else "drain"
-        self._enter(self.membership.next_generation(REGROUP_LIMIT_S, admit=joining), why)
+    def _change_world(self) -> None:
+        """Between two steps, where it is due: admit who waits, let go who leaves.
+
+        Not an operation, which some could have completed and others not: whoever has agreed on the change leaves this
+        generation in any case. If the others could not, all meet in the next one, and may find the change due again.
+        """
+        while self.change_due:
+            try:
+                joining, leaving = self._agree_on_change()
+            except Exception as error:
+                self._enter(self._next(error), type(error).__name__)
+                continue
+            self.change_due = False
+            if not joining and not leaving:
+                return
+            self.groups.break_groups()
+            if self.membership.node in leaving:
+                self.membership.leave()
+                raise NodeDrained
+            why = "join" if joining else "drain"
+            self._enter(self.membership.next_generation(REGROUP_LIMIT_S, admit=joining), why)
 
     def _agree_on_change(self) -> list[list[str]]:
         """[nodes to admit, nodes that leave], as rank 0 has heard; nodes that leave have handed over what they held."""
