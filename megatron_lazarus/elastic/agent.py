@@ -25,6 +25,7 @@ from megatron_lazarus.elastic.messages import Channel, Message, split_address
 from megatron_lazarus.elastic.settings import (
     EXIT_MEANINGS,
     HANDSHAKE_TIMEOUT_S,
+    RESOLVER_OPTIONS,
     SHUTDOWN_LIMIT_S,
     ElasticConfig,
 )
@@ -133,6 +134,7 @@ class Agent:
 
     async def _start(self, local_rank: int) -> asyncio.subprocess.Process:
         environment = {
+            **RESOLVER_OPTIONS,
             **os.environ,
             "LAZARUS_COORDINATOR": ",".join(f"{host}:{port}" for host, port in self._coordinators),
             "LAZARUS_TOKEN": self._token,

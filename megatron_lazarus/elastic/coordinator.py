@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ from megatron_lazarus.elastic.job import Job
 from megatron_lazarus.elastic.journal import JOB_FILE, Journal, write_json
 from megatron_lazarus.elastic.messages import MAX_LINE, Channel, Message, ProtocolError, split_address
 from megatron_lazarus.elastic.roster import Node, Worker
-from megatron_lazarus.elastic.settings import HANDSHAKE_TIMEOUT_S, SHUTDOWN_LIMIT_S, ElasticConfig
+from megatron_lazarus.elastic.settings import (
+    BUILD_TIMEOUT_S,
+    HANDSHAKE_TIMEOUT_S,
+    RESOLVER_OPTIONS,
+    SHUTDOWN_LIMIT_S,
+    ElasticConfig,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +50,36 @@ def host_store(host: str) -> tuple[int, object]:
     return port, TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
+class StoreHost:
+    """Opens the stores of generations ahead of need: a slow name server must not hold the control server up."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._thread = ThreadPoolExecutor(1, "lazarus-store")
+        self._next = self._thread.submit(host_store, host)
+
+    def open(self) -> tuple[int, object]:
+        store = self._next.result(BUILD_TIMEOUT_S)
+        self._next = self._thread.submit(host_store, self._host)
+        return store
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 class Coordinator:
     """Serves one job at ``host:port`` until it has a result."""
 
     def __init__(self, config: ElasticConfig, host: str, port: int, token: str, log_dir: Path | None = None) -> None:
         self._host, self._port, self._token, self._log_dir = host, port, token, log_dir
         self._journal = Journal(log_dir)
-        self.job = Job(config, self._journal, lambda: host_store(host), time.monotonic)
+        self._stores = StoreHost(host)
+        self.job = Job(config, self._journal, self._stores.open, time.monotonic)
         self._check: Message | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> int:
         """Run the job; returns 0 if it completed, else 1. Raises OSError if the port cannot be had."""
-        # Slow to load; once workers are connected the server must answer at once.
-        importlib.import_module("torch.distributed")
         server = await asyncio.start_server(self._connected, self._host, self._port, limit=MAX_LINE)
         host, port = server.sockets[0].getsockname()[:2]
         if self._log_dir is not None:
@@ -73,6 +95,7 @@ class Coordinator:
             await self._wait_for_departures()
         finally:
             server.close()
+            self._stores.close()
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -265,6 +288,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--log-dir", type=Path, help="folder of the events file and the completion marker")
     parser.add_argument("--settings", default="{}", help='the "lazarus.elastic" section, as JSON')
     arguments = parser.parse_args(argv)
+    for name, value in RESOLVER_OPTIONS.items():
+        os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s coordinator: %(message)s")
     host, port = split_address(arguments.listen)
     settings: dict[str, Any] = json.loads(arguments.settings)

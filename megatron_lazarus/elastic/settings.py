@@ -21,6 +21,12 @@ QUARANTINE_FAILURES = 3
 QUARANTINE_WINDOW_S = 1800.0
 """A node that fails this often within the window is not admitted again before the window has passed."""
 
+RESOLVER_OPTIONS = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""For the environment of processes that use TCPStore: it looks up the name of every peer, numeric addresses included.
+
+With a name server that does not answer, each connection takes 5-15 s by default.
+"""
+
 EXIT_EVICTED = 75
 EXIT_LEASE = 76
 EXIT_STUCK = 77
