@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from megatron_lazarus import dense_state, expert_state
+from megatron_lazarus.checkpoint import engine as checkpoint_engine
 
 STEP_POINTS = (
     "before-backward",
@@ -92,6 +93,7 @@ def places(engine: Any) -> dict[str, tuple[Any, str]]:
         "evaluation": (engine, "_evaluate"),
         "saving": (engine._checkpoint, "_write_expert"),
         "publishing": (engine._checkpoint, "_gather"),
+        "published": (checkpoint_engine, "write_atomically"),
         "finish": (engine, "finish"),
         **({} if engine._elastic is None else _recovery_places(engine)),
     }

@@ -137,6 +137,9 @@ class TrainingJob(LocalJob):
         self.expect_failure(node)
         self.worker(node).send_signal(signal.SIGSTOP)
 
+    def kill_coordinator(self) -> None:
+        psutil.Process(self.coordinator.pid).kill()
+
     def drain(self, node: str, number: int = signal.SIGTERM, of_worker: bool = False) -> None:
         """Ask a node to leave; that is no failure."""
         psutil.Process(self.worker(node).pid if of_worker else self.agents[node].pid).send_signal(number)

@@ -1,0 +1,177 @@
+"""Nodes come, go, hang and fail in every way while training runs: the run is the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.job import TrainingJob, training_job
+from tests.chaos.nursery import Nursery
+
+LONG: dict[str, Any] = {"total_steps": 24, "pause_s": 0.03}
+
+
+def worlds(job: TrainingJob) -> list[int]:
+    """World sizes of the generations that worked, in order."""
+    return [event["world_size"] for event in job.events() if event["kind"] == "regrouped"]
+
+
+def test_join_return_and_two_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    with training_job(nursery, tmp_path, 4, {**LONG, "total_steps": 40}) as job:
+        job.add("n0", "n1", "n2", "n3")
+        job.wait_for_step(3)
+        job.add("n4")
+        job.wait_for("regrouped", world_size=5)
+        job.kill_node("n0")
+        job.wait_for("failure", node="n0")
+        job.wait_for("regrouped", world_size=4, generation=3)
+        job.add("n0")
+        job.wait_for("regrouped", world_size=5, generation=4)
+        job.kill_node("n1", "n4")
+        job.check()
+        assert worlds(job)[0] == 4
+        assert worlds(job)[-1] == 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_drained_node_hands_the_last_replicas_over(nursery: Nursery, tmp_path: Path, first: bool) -> None:
+    options = {**LONG, "section": {"experts": {"min_replicas": 1, "slots_per_rank": None}}}
+    with training_job(nursery, tmp_path, 4, options) as job:
+        job.add("n0", "n1", "n2", "n3")
+        job.wait_for_step(2)
+        job.drain("n0" if first else "n2", signal.SIGTERM, of_worker=not first)
+        job.wait_for("left", node="n0" if first else "n2")
+        job.drain("n3" if first else "n1", signal.SIGUSR1, of_worker=first)
+        job.check()
+        assert worlds(job) == [4, 3, 2]
+
+
+def test_drain_with_a_grace_shorter_than_a_step(nursery: Nursery, tmp_path: Path) -> None:
+    options = {**LONG, "total_steps": 6, "pause_s": 1.0, "section": {"experts": {"min_replicas": 1}}}
+    with training_job(nursery, tmp_path, 3, {**options, "micro_batches": 12}, drain_grace_s=3.0) as job:
+        job.add("n0", "n1", "n2")
+        job.wait_for_step(1)
+        job.drain("n1")
+        job.check()
+        assert worlds(job)[-1] == 2
+
+
+@pytest.mark.parametrize("how", ["stop", "hang", "raise"])
+def test_member_that_is_stuck_or_raises(nursery: Nursery, tmp_path: Path, how: str) -> None:
+    settings = {"heartbeat_timeout_s": 2.0, "lease_s": 4.0, "collective_timeout_s": 2.0 if how == "hang" else 60.0}
+    with training_job(nursery, tmp_path, 4, **settings) as job:
+        job.add("n0", "n2", "n3")
+        job.add("n1", fault=f"data:3:{how}")
+        job.check()
+        (failure,) = [event for event in job.events() if event["kind"] == "failure"]
+        assert failure["cause"] == {"stop": "silent", "hang": "stuck", "raise": "raised"}[how]
+        if how == "raise":
+            assert "a bad batch" in failure["detail"]
+
+
+def test_slow_member_is_not_dead(nursery: Nursery, tmp_path: Path) -> None:
+    with training_job(nursery, tmp_path, 3, heartbeat_timeout_s=2.0, collective_timeout_s=4.0) as job:
+        job.add("n0", "n1")
+        job.add("n2", fault="data:3:slow")
+        job.check()
+        assert worlds(job) == [3]
+
+
+@pytest.mark.parametrize("point", ["join-state", "join-records", "change", "giving-state", "migration", "settled"])
+def test_death_while_a_node_joins(nursery: Nursery, tmp_path: Path, point: str) -> None:
+    """The newcomer's, or that of the member that gives it the state."""
+    with training_job(nursery, tmp_path, 3, {**LONG, "total_steps": 30}) as job:
+        job.add("n1", "n2")
+        job.add("n0", fault="" if point.startswith("join-") else f"{point}:2")
+        job.wait_for_step(2)
+        job.add("n3", fault=f"{point}:0" if point.startswith("join-") else "")
+        job.check()
+
+
+@pytest.mark.parametrize("point", ["evaluation", "saving", "publishing", "published", "finish"])
+def test_death_outside_of_steps(nursery: Nursery, tmp_path: Path, point: str) -> None:
+    options = {"save_every": 3, "eval_every": 3}
+    with training_job(nursery, tmp_path, 5, options) as job:
+        job.add("n1", "n3")
+        for node, step in (("n0", 3), ("n2", 6), ("n4", 8)):
+            job.add(node, fault=f"{point}:{step}")
+        job.check()
+        latest = tmp_path / "checkpoint" / "latest"
+        assert latest.read_text() == "global_step6"
+
+
+def test_newcomer_waits_while_others_evaluate(nursery: Nursery, tmp_path: Path) -> None:
+    """A node is lost in an evaluation, with too few left: the newcomer comes in between two steps only."""
+    options = {"total_steps": 12, "eval_every": 2, "save_every": 2}
+    with training_job(nursery, tmp_path, 4, options, min_nodes=4, join_window_s=60) as job:
+        job.add("n1", "n2", "n3")
+        job.add("n0", fault="evaluation:4")
+        job.wait_for("failure", node="n0")
+        job.add("n4")
+        job.check()
+        assert worlds(job)[-1] == 4
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_no_replica_left(nursery: Nursery, tmp_path: Path, checkpoint: bool) -> None:
+    options = {"save_every": 4 if checkpoint else 0, "section": {"experts": {"min_replicas": 1, "slots_per_rank": 2}}}
+    with training_job(nursery, tmp_path, 4, options) as job:
+        job.add("n0", "n1", "n2")
+        job.add("n3", fault="before-vote:5")
+        job.expect_failure("n0")
+        if checkpoint:
+            result = job.end()
+            assert result["status"] == "completed", job.logs()
+            assert "taken from" in job.logs()
+            losses = job.ledger().losses()
+            wanted = job.reference().losses()
+            assert sorted(losses) == sorted(wanted)
+            assert all(len(found) == 1 for found in losses.values())
+            assert all(losses[step].pop() == pytest.approx(wanted[step].pop(), rel=1e-9) for step in range(5))
+        else:
+            result = job.end()
+            assert result["status"] == "failed"
+            assert job.coordinator.returncode == 1
+            assert "no replica left, and there is no checkpoint" in json.dumps(result)
+
+
+def test_step_that_all_refuse_ends_the_job(nursery: Nursery, tmp_path: Path) -> None:
+    section = {"guard": {"on_spike": "stop", "spike_factor": 1.000001, "spike_window": 1}}
+    with training_job(nursery, tmp_path, 3, {"section": section}) as job:
+        job.add("n0", "n1", "n2")
+        result = job.end()
+        assert result["status"] == "failed"
+        assert "StepRefused" in json.dumps(result)
+
+
+def test_coordinator_dies(nursery: Nursery, tmp_path: Path) -> None:
+    with training_job(nursery, tmp_path, 3, LONG, heartbeat_timeout_s=1.0, lease_s=2.0) as job:
+        job.add("n0", "n1", "n2")
+        job.wait_for_step(2)
+        job.kill_coordinator()
+        for process in job.agents.values():
+            assert process.wait(30) != 0
+        assert "contact with the coordinator" in job.logs()
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [({"optimizer": "sgd"}, 1e-9), ({"dtype": "float32"}, 1e-4), ({"dtype": "bfloat16"}, 3e-2)],
+    ids=["sgd", "float32", "bf16"],
+)
+def test_other_optimizers_and_types(
+    nursery: Nursery, tmp_path: Path, options: dict[str, Any], tolerance: float
+) -> None:
+    if options.get("dtype") == "bfloat16":
+        options = {"dtype": "float32", "extra": {"bf16": {"enabled": True}}}
+    with training_job(nursery, tmp_path, 3, {**LONG, **options}) as job:
+        job.add("n0", "n1", "n2")
+        job.wait_for_step(2)
+        job.add("n3")
+        job.wait_for("regrouped", world_size=4)
+        job.kill_node("n1")
+        job.check(tolerance)
