@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
@@ -52,8 +53,7 @@ class ProcessGroups:
         self._long, self._short = timedelta(seconds=collective_timeout_s), timedelta(seconds=build_timeout_s)
         self._sockets = GroupSockets()
         self._works = AbandonedWorks()
-        # Groups that cannot be destroyed yet, each with the operations in flight that forbid it.
-        self._graveyard: list[tuple[AbandonedWorks, list[Any]]] = []
+        self._graveyard: list[_Grave] = []
         self._generation = 0
         self._unblocked = 0
 
@@ -61,7 +61,7 @@ class ProcessGroups:
         """Make and verify the world group of a generation; raises BuildFailed, with nothing left of it."""
         where = f"rank {generation.rank} of {generation.world_size}, generation {generation.number}"
         self._sockets.forget()
-        self._graveyard = [grave for grave in self._graveyard if grave[0].in_flight]
+        self._graveyard = [grave for grave in self._graveyard if not grave.opened()]
         self._works = AbandonedWorks()
         if self.backend == "gloo":
             self._works.start()
@@ -126,13 +126,33 @@ class ProcessGroups:
                 # An operation still in flight would make the destruction wait for its time-out.
                 self._sockets.shut()
                 if self._works.in_flight:
-                    self._graveyard.append((self._works, list(dist.distributed_c10d._world.pg_map)))
+                    self._graveyard.append(_Grave(self._works, list(dist.distributed_c10d._world.pg_map)))
                     # It does nothing to gloo but to forget the groups.
                     dist.distributed_c10d._abort_process_group()
             if dist.is_initialized():
                 dist.destroy_process_group()
         self._sockets.forget()
         forget_groups()
+
+
+class _Grave:
+    """Groups that cannot be destroyed yet, with the operations in flight that forbid it.
+
+    They count as used even when the interpreter ends: destroying them then would hold the exit up for a time-out.
+    """
+
+    def __init__(self, works: AbandonedWorks, groups: list[Any]) -> None:
+        self._works, self._groups = works, groups
+        for group in groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def opened(self) -> bool:
+        """Whether they could be given back by now."""
+        if self._works.in_flight:
+            return False
+        for group in self._groups:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+        return True
 
 
 def _abort_nccl() -> None:
