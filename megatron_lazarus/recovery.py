@@ -27,7 +27,7 @@ from megatron_lazarus.placing import plan_for, spread
 from megatron_lazarus.planning.mapping import map_plan
 from megatron_lazarus.planning.plan import Placement, Plan
 from megatron_lazarus.repoint import repoint
-from megatron_lazarus.reporting.goodput import Goodput
+from megatron_lazarus.reporting.goodput import Goodput, Laps
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Elastic:
         self.joined_running = False
         self.goodput = Goodput()
         self._told_working = 0
+        self._in_step = True
         self._finished_elsewhere: Any = None
         self._collectives = 0
         self._phase = "start"
@@ -97,6 +98,13 @@ class Elastic:
         if self.membership.generation is None:
             raise RuntimeError("this process has not joined a generation yet")
         return self.membership.generation
+
+    @property
+    def _begins(self) -> int | None:
+        """The number of the step that is done next, -1 if this process has no state; None: what is next is no step."""
+        if not self._in_step:
+            return None
+        return -1 if self.operation is None else self.operation
 
     # -- entering generations -----------------------------------------------------------------------------------
 
@@ -113,7 +121,8 @@ class Elastic:
             # The private world in which the engine was built.
             self.groups.break_groups()
         self._enter(self.membership.join(REGROUP_LIMIT_S), "join")
-        self.joined_running = engine.global_steps > 0
+        # With none completed yet, all begin their scripts alike.
+        self.joined_running = bool(self.operation)
 
     def _enter(self, generation: Generation, why: str) -> None:
         """Build a generation and settle in it; if members fail meanwhile, the one after it, and so on."""
@@ -149,12 +158,12 @@ class Elastic:
         logger.info("%s: %s", self.membership.place, error)
         self.membership.report_failure(error)
         self.groups.break_groups()
-        return self.membership.next_generation(REGROUP_LIMIT_S)
+        return self.membership.next_generation(REGROUP_LIMIT_S, begins=self._begins)
 
     def _settle(self, generation: Generation) -> dict[str, float]:
         """Agree on the committed step, place experts, give newcomers their state; returns seconds by phase."""
         engine = self._engine
-        clock = _Clock()
+        clock = Laps()
         self.groups.build(generation)
         self.membership.built()
         # Who stands furthest behind is told by these numbers, so all must count from the same moment.
@@ -267,6 +276,7 @@ class Elastic:
         """
         while True:
             self._finished_elsewhere = None
+            self._in_step = between_steps
             if between_steps:
                 self._change_world()
             started = time.monotonic()
@@ -315,29 +325,32 @@ class Elastic:
         """
         while self.change_due:
             try:
-                joining, leaving = self._agree_on_change()
+                joining, leaving, short = self._agree_on_change()
             except Exception as error:
                 self._enter(self._next(error), type(error).__name__)
                 continue
             self.change_due = False
-            if not joining and not leaving:
+            if not joining and not leaving and not short:
                 return
             self.groups.break_groups()
             if self.membership.node in leaving:
                 self.membership.leave()
                 raise NodeDrained
             why = "join" if joining else "drain"
-            self._enter(self.membership.next_generation(REGROUP_LIMIT_S, admit=joining), why)
+            self._enter(self.membership.next_generation(REGROUP_LIMIT_S, joining, self._begins), why)
 
-    def _agree_on_change(self) -> list[list[str]]:
-        """[nodes to admit, nodes that leave], as rank 0 has heard; nodes that leave have handed over what they held."""
+    def _agree_on_change(self) -> tuple[list[str], list[str], bool]:
+        """(nodes to admit, nodes that leave, whether there are too few), as rank 0 has heard.
+
+        Nodes that leave have handed over what they held.
+        """
         generation = self._generation
         pending = self.membership.pending
-        joining, draining = broadcast_json([list(pending.join), list(pending.drain)], 0)
+        joining, draining, short = broadcast_json([list(pending.join), list(pending.drain), pending.short], 0)
         leaving = [member.node for member in generation.members if member.node in draining]
         if leaving and len(leaving) < len(generation.members):
             self._hand_over(generation, leaving)
-        return [joining, leaving]
+        return joining, leaving, short
 
     def _hand_over(self, generation: Generation, leaving: list[str]) -> None:
         """Put what leaving nodes hold on those that stay."""
@@ -376,14 +389,3 @@ class Elastic:
 
     def _note(self, phase: str) -> None:
         self.membership.note(self._engine.global_steps, phase, self._collectives)
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.seconds[name] = now - self._last
-        self._last = now

@@ -8,19 +8,26 @@ one when every living worker of it has asked for that: no member is then left in
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
 from megatron_lazarus.elastic.journal import Journal
 from megatron_lazarus.elastic.messages import Message
-from megatron_lazarus.elastic.roster import Failure, Node, Quarantine, Worker, furthest_behind, natural, workers_of
-from megatron_lazarus.elastic.settings import BUILD_TIMEOUT_S, ENDING_GRACE_S, ElasticConfig
+from megatron_lazarus.elastic.roster import (
+    Failure,
+    Node,
+    Quarantine,
+    Repeats,
+    Worker,
+    begin_same_step,
+    dismiss,
+    furthest_behind,
+    natural,
+    workers_of,
+)
+from megatron_lazarus.elastic.settings import BUILD_TIMEOUT_S, ElasticConfig
 
 logger = logging.getLogger(__name__)
-
-TIMEOUTS = ("silent", "stuck", "build")
-"""Failures after which a worker may still be alive, somewhere."""
 
 Phase = Literal["gathering", "building", "live", "broken", "ended"]
 
@@ -48,8 +55,7 @@ class Job:
         self._phase_since = clock()
         self._short_since: float | None = None
         self._failures: list[Failure] = []
-        self._repeats: Counter[str] = Counter()
-        self._progress = -1
+        self._repeats = Repeats()
         self._seconds: dict[str, float] = {}
 
     # -- who is there -------------------------------------------------------------------------------------------
@@ -82,7 +88,7 @@ class Job:
     @property
     def step(self) -> int:
         """The newest committed step that any worker has told of."""
-        return max((worker.step for worker in workers_of(self.members)), default=self._progress)
+        return max((worker.step for worker in workers_of(self.members)), default=self._repeats.step)
 
     def event(self, kind: str, **fields: Any) -> None:
         self.journal.event(self.generation, kind, step=self.step, **fields)
@@ -169,7 +175,7 @@ class Job:
         failure = Failure(kind, node.name, detail)
         self.event("failure", node=node.name, cause=kind, detail=detail, was_member=was_member, silent_s=silent_s)
         self.quarantine.failed(node.name, self._clock())
-        self._dismiss(node, str(failure), kind, ending)
+        dismiss(node, str(failure), kind, ending)
         if was_member or not self.generation:
             self._failures.append(failure)
         if was_member:
@@ -177,14 +183,6 @@ class Job:
             self._break(str(failure))
         self.announce()
         self.advance()
-
-    def _dismiss(self, node: Node, why: str, kind: str, ending: Worker | None = None) -> None:
-        for worker in node.present:
-            if worker is not ending:
-                worker.channel.send({"push": "evicted", "why": why})
-        if node.agent is not None:
-            grace_s = ENDING_GRACE_S if kind in ("raised", "check") else 0.0
-            node.agent.send({"do": "kill", "why": why, "stacks": kind in TIMEOUTS, "grace_s": grace_s})
 
     def _break(self, why: str) -> None:
         if self.phase not in ("building", "live"):
@@ -214,6 +212,9 @@ class Job:
                     break
             if node.drain_deadline is not None and now > node.drain_deadline:
                 self.fail_node(node, "stuck", "still there at the end of its drain grace")
+            elif node.abandon_at is not None and now > node.abandon_at and self.phase == "live":
+                node.abandon_at = None
+                self._break(f"node {node.name} must leave before the step in progress ends")
         elapsed = now - self._phase_since
         if self.phase == "building" and elapsed > 2 * BUILD_TIMEOUT_S:
             self._evict([w for w in workers_of(self.living()) if w.built != self.generation], "build", elapsed)
@@ -260,9 +261,11 @@ class Job:
             return f"node {name!r} is not in the job; it has {', '.join(n for n in sorted(self.nodes)) or 'none'}"
         if node.state != "member":
             node.state = "left"
-            self._dismiss(node, "drained before it was a member", "drained")
+            dismiss(node, "drained before it was a member", "drained")
         elif node.drain_deadline is None:
-            node.drain_deadline = self._clock() + min(grace_s or self.config.drain_grace_s, self.config.drain_grace_s)
+            left_s = min(grace_s or self.config.drain_grace_s, self.config.drain_grace_s)
+            # Half of it is enough for a step, or the step is abandoned and the other half is for handing over.
+            node.abandon_at, node.drain_deadline = self._clock() + left_s / 2, self._clock() + left_s
             self.event("drain", node=name)
             self.announce()
         return None
@@ -271,7 +274,8 @@ class Job:
         """The changes members should make at a step boundary."""
         now = self._clock()
         draining = {n.name: round(n.drain_deadline - now, 3) for n in self.living() if n.drain_deadline is not None}
-        return {"join": [node.name for node in self.waiting()], "drain": draining}
+        short = len(self.living()) < self.config.min_nodes
+        return {"join": [node.name for node in self.waiting()], "drain": draining, "short": short}
 
     def announce(self) -> None:
         if self.phase in ("building", "live"):
@@ -293,17 +297,20 @@ class Job:
             return
         waiting = self.waiting()
         coming = [node for node in self.nodes.values() if node.state in ("starting", "waiting")]
-        if self.phase in ("building", "live") and survivors:
+        short, least = len(survivors) < config.min_nodes, config.min_nodes if self.generation else config.wanted_nodes
+        unbroken = self.phase in ("building", "live")
+        if unbroken and survivors and not short:
             # Members agree on whom they admit; one that was called back from its finish admits nobody.
             wanted = set.intersection(*(set((worker.request or {}).get("admit", ())) for worker in workers))
             admitted, reason = [node for node in waiting if node.name in wanted], "change"
-        elif len(survivors) >= config.min_nodes:
+        elif not short:
             admitted, reason = [], "failure"
+        elif survivors and not begin_same_step(workers):
+            # A newcomer begins with a step: what else is in progress is completed first, by however few.
+            admitted, reason, least = [], "failure", 1
         else:
-            admitted, reason = waiting, "failure" if self.generation else "start"
-        total = len(survivors) + len(admitted)
-        wanted_nodes = config.min_nodes if self.generation else config.wanted_nodes
-        if total >= wanted_nodes:
+            admitted, reason = waiting, "start" if not self.generation else "change" if unbroken else "failure"
+        if len(survivors) + len(admitted) >= least:
             self._form(survivors, admitted, reason)
         elif self.generation and not survivors and not coming:
             self.end("failed", "no node is left")
@@ -357,15 +364,13 @@ class Job:
         """False if the job has ended because the same failure keeps it from getting anywhere."""
         failures, self._failures = self._failures, []
         deaths = [failure for failure in failures if failure.kind != "collective"]
-        if self.step > self._progress:
-            self._repeats.clear()
-            self._progress = self.step
-        self._repeats.update({failure.signature for failure in deaths or failures})
-        signature, count = max(self._repeats.items(), key=lambda item: item[1], default=("", 0))
+        signature, count = self._repeats.add(deaths or failures, self.step)
         if count < self.config.max_recoveries_without_progress:
             return True
         listed = "; ".join(map(str, deaths or failures))
-        self.end("failed", f"{count} recoveries after step {self._progress} without progress ({signature}): {listed}")
+        self.end(
+            "failed", f"{count} recoveries after step {self._repeats.step} without progress ({signature}): {listed}"
+        )
         return False
 
     def _enter(self, phase: Phase) -> float:

@@ -58,13 +58,17 @@ class Generation:
 
 @dataclass(frozen=True)
 class Pending:
-    """Changes to make at a step boundary: nodes that wait to be admitted; nodes that leave, with their seconds left."""
+    """Changes to make at a step boundary: nodes that wait to be admitted; nodes that leave, with their seconds left.
+
+    ``short``: there are fewer members than ``min_nodes``, so that others must come.
+    """
 
     join: tuple[str, ...]
     drain: Mapping[str, float]
+    short: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.join or self.drain)
+        return bool(self.join or self.drain or self.short)
 
 
 class GenerationBroken(RuntimeError):
@@ -166,7 +170,7 @@ class Membership:
     def pending(self) -> Pending:
         """As this worker has heard; ranks must agree on it (in the step's vote) before they act on it."""
         heard = self._watchdog.pending
-        return Pending(tuple(heard["join"]), dict(heard["drain"]))
+        return Pending(tuple(heard["join"]), dict(heard["drain"]), bool(heard.get("short")))
 
     def drain_on_signals(self) -> None:
         """From now on SIGTERM and SIGUSR1 mean that this node shall leave; to be called in the main thread."""
@@ -184,14 +188,17 @@ class Membership:
         """Wait in the lobby until admitted. Raises TimeoutError or JobEnded."""
         return self._enter({"do": "join"}, timeout_s)
 
-    def next_generation(self, timeout_s: float, admit: Sequence[str] = ()) -> Generation:
+    def next_generation(self, timeout_s: float, admit: Sequence[str] = (), begins: int | None = None) -> Generation:
         """Wait for the generation after this one; the caller has broken its groups.
 
         Between two steps all members call it with the nodes they have agreed to ``admit``; after a failure nobody is
-        admitted, unless too few are left. Raises TimeoutError or JobEnded.
+        admitted, unless too few are left and all say that they do the same step next, with the number ``begins``: it
+        is what a newcomer does first. Raises TimeoutError or JobEnded.
         """
         self.note(self._watchdog.step, "regroup", 0)
-        return self._enter({"do": "next", "step": self._watchdog.step, "admit": list(admit)}, timeout_s)
+        return self._enter(
+            {"do": "next", "step": self._watchdog.step, "admit": list(admit), "begins": begins}, timeout_s
+        )
 
     def _enter(self, request: Message, timeout_s: float) -> Generation:
         reply = self._watchdog.ask(request, timeout_s)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_lazarus.elastic.messages import Channel, Message
-from megatron_lazarus.elastic.settings import QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
+from megatron_lazarus.elastic.settings import ENDING_GRACE_S, QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
+
+TIMEOUTS = ("silent", "stuck", "build")
+"""Failures after which a worker may still be alive, somewhere."""
 
 NodeState = Literal["starting", "waiting", "member", "dead", "left"]
 """A node starts; waits when all its workers ask to join; is a member; and is dead (failed) or left (drained)."""
@@ -65,6 +68,7 @@ class Node:
     state: NodeState = "starting"
     joined: int = 0
     drain_deadline: float | None = None
+    abandon_at: float | None = None
     workers: dict[int, Worker] = field(default_factory=dict)
 
     @property
@@ -108,6 +112,22 @@ class Failure:
         return f"node {self.node} {self.kind}: {self.detail}"
 
 
+class Repeats:
+    """Counts equal failures without a committed step between them. ``step``: the newest committed one."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self._counts: Counter[str] = Counter()
+
+    def add(self, failures: Sequence[Failure], step: int) -> tuple[str, int]:
+        """What has happened most often since ``step``, and how often."""
+        if step > self.step:
+            self._counts.clear()
+            self.step = step
+        self._counts.update({failure.signature for failure in failures})
+        return max(self._counts.items(), key=lambda item: item[1], default=("", 0))
+
+
 class Quarantine:
     """Nodes that fail again and again are kept out for a while."""
 
@@ -133,6 +153,22 @@ def natural(name: str) -> list[tuple[int, str]]:
 def workers_of(nodes: Iterable[Node]) -> Iterator[Worker]:
     for node in nodes:
         yield from (node.workers[key] for key in sorted(node.workers))
+
+
+def dismiss(node: Node, why: str, kind: str, ending: Worker | None = None) -> None:
+    """Tell a node's workers, but the one that is ``ending`` by itself, and its agent that the node is out."""
+    for worker in node.present:
+        if worker is not ending:
+            worker.channel.send({"push": "evicted", "why": why})
+    if node.agent is not None:
+        grace_s = ENDING_GRACE_S if kind in ("raised", "check") else 0.0
+        node.agent.send({"do": "kill", "why": why, "stacks": kind in TIMEOUTS, "grace_s": grace_s})
+
+
+def begin_same_step(workers: Iterable[Worker]) -> bool:
+    """Whether all of them, who ask for a generation, do the same step next; those without state (-1) do any."""
+    steps = {(worker.request or {}).get("begins") for worker in workers}
+    return None not in steps and len(steps - {-1}) <= 1
 
 
 def furthest_behind(workers: Iterable[Worker]) -> list[Worker]:

@@ -46,3 +46,16 @@ class Goodput:
 
     def to_json(self) -> dict[str, float]:
         return {"productive_s": round(self.productive_s, 4), "wall_s": round(self.wall_s, 4)}
+
+
+class Laps:
+    """Seconds by phase of something that goes through several."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name] = now - self._last
+        self._last = now

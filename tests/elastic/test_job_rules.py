@@ -55,9 +55,10 @@ class World:
         for name in names:
             self.job.built(self.workers[name], self.job.generation)
 
-    def ask_next(self, *names: str, step: int = 0, admit: tuple[str, ...] = ()) -> None:
+    def ask_next(self, *names: str, step: int = 0, admit: tuple[str, ...] = (), begins: int | None = None) -> None:
         for name in names:
-            self.job.ask_next(self.workers[name], {"do": "next", "id": 2, "step": step, "admit": list(admit)})
+            request = {"do": "next", "id": 2, "step": step, "admit": list(admit), "begins": begins}
+            self.job.ask_next(self.workers[name], request)
 
     def fail(self, name: str) -> None:
         self.job.fail_node(self.job.nodes[name], "died", "killed")
@@ -168,19 +169,45 @@ def test_a_full_job_keeps_spares_waiting() -> None:
 def test_too_few_survivors_take_newcomers_or_give_up() -> None:
     world = started("a", "b", min_nodes=2, join_window_s=10)
     world.fail("b")
-    world.ask_next("a")
+    world.ask_next("a", begins=7)
     world.pass_time(5)
     world.arrive("c")
     assert (world.job.generation, world.members) == (2, "ac")
     world.build("a", "c")
     world.fail("c")
-    world.ask_next("a")
+    world.ask_next("a", begins=7)
     world.pass_time(9)
     assert world.job.result is None
     world.pass_time(2)
     assert world.job.result is not None
     assert world.job.result["status"] == "failed"
     assert "min_nodes is 2" in world.job.result["reason"]
+
+
+def test_too_few_survivors_complete_what_is_no_step_alone() -> None:
+    world = started("a", "b", "c", min_nodes=3, join_window_s=10)
+    world.arrive("d")
+    world.fail("c")
+    world.ask_next("a", begins=7)
+    world.ask_next("b", begins=None)
+    assert (world.job.generation, world.members) == (2, "ab")
+    world.build("a", "b")
+    assert world.sent("a").pushed("pending")[-1]["short"]
+    world.ask_next("a", "b", begins=8)
+    assert (world.job.generation, world.members) == (3, "abd")
+
+
+def test_step_is_abandoned_at_half_of_the_drain_grace() -> None:
+    world = started("a", "b")
+    world.job.drain("b", 6)
+    world.pass_time(2)
+    assert world.job.phase == "live"
+    world.pass_time(2)
+    assert world.job.phase == "broken"
+    world.ask_next("a", "b")
+    world.build("a", "b")
+    world.pass_time(1)
+    assert world.job.phase == "live"
 
 
 def test_a_drained_node_leaves_without_failure() -> None:
