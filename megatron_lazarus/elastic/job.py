@@ -23,6 +23,7 @@ from megatron_lazarus.elastic.roster import (
     dismiss,
     furthest_behind,
     natural,
+    tell_end,
     workers_of,
 )
 from megatron_lazarus.elastic.settings import BUILD_TIMEOUT_S, ElasticConfig
@@ -396,8 +397,4 @@ class Job:
         self.journal.result(self.result)
         self._enter("ended")
         self._store = None
-        for node in self.nodes.values():
-            for worker in node.present:
-                worker.channel.send({"push": "ended", "result": self.result})
-            if node.agent is not None:
-                node.agent.send({"do": "shutdown", "completed": status == "completed"})
+        tell_end(self.nodes.values(), self.result)

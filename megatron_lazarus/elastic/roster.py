@@ -165,6 +165,15 @@ def dismiss(node: Node, why: str, kind: str, ending: Worker | None = None) -> No
         node.agent.send({"do": "kill", "why": why, "stacks": kind in TIMEOUTS, "grace_s": grace_s})
 
 
+def tell_end(nodes: Iterable[Node], result: Message) -> None:
+    """Tell workers and agents that the job has its result."""
+    for node in nodes:
+        for worker in node.present:
+            worker.channel.send({"push": "ended", "result": result})
+        if node.agent is not None:
+            node.agent.send({"do": "shutdown", "completed": result["status"] == "completed"})
+
+
 def begin_same_step(workers: Iterable[Worker]) -> bool:
     """Whether all of them, who ask for a generation, do the same step next; those without state (-1) do any."""
     steps = {(worker.request or {}).get("begins") for worker in workers}

@@ -21,7 +21,7 @@ import torch
 from megatron_lazarus.joining import private_world
 from tests.chaos.faults import Faults, faults_while_joining
 from tests.distributed.runs import Run, build
-from tests.distributed.tiny import batch
+from tests.distributed.tiny import CLASSES, batch
 
 EVAL_BATCHES = 5
 
@@ -46,6 +46,7 @@ class Worker:
         self.pause = options.pop("pause_s", 0.0)
         self.save_every = options.pop("save_every", 0)
         self.eval_every = options.pop("eval_every", 0)
+        self.surprise = options.pop("surprise", -1)
         self.measure = options.pop("measure", False)
         options["dtype"] = getattr(torch, options.get("dtype", "float64"))
         self.ledger = (log_dir / f"ledger-{os.getpid()}.jsonl").open("a")
@@ -69,7 +70,10 @@ class Worker:
         if self.pause:
             time.sleep(self.pause)
         self.faults.at_data(step)
-        return batch(step, number)
+        values = batch(step, number)
+        if step == self.surprise:
+            values["labels"] = (values["labels"] + 5) % CLASSES
+        return values
 
     def eval_data(self, step: int, number: int) -> dict[str, torch.Tensor]:
         return batch(1_000_000 + step, number)
