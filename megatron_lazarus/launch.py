@@ -4,7 +4,11 @@
 first rank's process of every node is the node's agent and starts the node's workers, that of rank 0 also starts the
 coordinator; the others only wait. DeepSpeed's launcher kills all ranks of a host when one ends with an error, so
 while the job lives these processes end with status 0 whatever became of their workers. The job's result is in
-``<log dir>/result.json``; ``lazarus status`` shows it. Nothing here outlives DeepSpeed's launcher.
+``<log dir>/result.json``; ``lazarus status`` shows it. The deepspeed command's own status is not to be relied on: it
+is 0, too, when its launcher is killed. Nothing here outlives DeepSpeed's launcher.
+
+The coordinator listens at MASTER_ADDR:MASTER_PORT. Several hosts need either a log folder that they share, through
+which they get the job's token, or a line ``LAZARUS_TOKEN=…`` in ``.deepspeed_env``, the same for all.
 
 Without a ``"lazarus"`` section that is enabled and elastic, the script runs as if this module were not there.
 """
