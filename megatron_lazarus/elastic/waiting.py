@@ -61,8 +61,11 @@ def _wait(work: Any, timeout: timedelta = _NO_LIMIT) -> bool:
         try:
             return _original_wait(work, TURN)
         except RuntimeError as error:
-            if work.is_completed() or _TIMED_OUT not in str(error):
+            if _TIMED_OUT not in str(error):
                 raise
+            if work.is_completed():
+                # It has finished since this turn ended: how, only another wait tells.
+                return _original_wait(work, timeout)
             if abandoned.broken:
                 abandoned.add(work)
                 raise CollectiveAbandoned("gloo: the generation broke during a collective") from None
