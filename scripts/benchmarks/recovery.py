@@ -46,7 +46,7 @@ class BenchmarkFailed(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds by phase, which add up to ``total``, from a fault to the first new step."""
+    """Seconds by phase, which add up to ``total``, from a fault to the first new step; load average at the fault."""
 
     name: str
     detect: float
@@ -57,6 +57,7 @@ class Row:
     total: float
     redone: int
     step: float
+    load: float
 
 
 class Job:
@@ -190,7 +191,7 @@ def lazarus(options: dict[str, Any], hang: bool) -> Row:
         time.sleep(pause)
         agent = next(p for p in tagged(job.tag) if is_agent(p, f"node{VICTIM}"))
         victims = agent.children(recursive=True) if hang else [agent, *agent.children(recursive=True)]
-        fault = time.time()
+        load, fault = os.getloadavg()[0], time.time()
         for victim in victims:
             (victim.suspend if hang else victim.kill)()
         committed = max(line["step"] for line in job.marks("step") if line["time"] <= fault)
@@ -212,6 +213,7 @@ def lazarus(options: dict[str, Any], hang: bool) -> Row:
             total=end - fault,
             redone=0,
             step=job.step_s(),
+            load=load,
         )
 
 
@@ -229,7 +231,7 @@ def stock(options: dict[str, Any]) -> Row:
         job.wait_for_step(step)
         time.sleep(job.step_s() / 2)
         victim = next(p for p in tagged(job.tag) if p.environ().get("RANK") == str(VICTIM) and is_worker(p))
-        fault = time.time()
+        load, fault = os.getloadavg()[0], time.time()
         victim.kill()
         committed = max(line["step"] for line in job.marks("step") if line["time"] <= fault)
         job.wait(job.ended, RECOVERY_LIMIT_S, "the launcher's end")
@@ -251,6 +253,7 @@ def stock(options: dict[str, Any]) -> Row:
             total=end - fault,
             redone=committed - loaded["step"],
             step=step_s,
+            load=load,
         )
 
 
@@ -269,12 +272,12 @@ def table(rows: list[Row], options: dict[str, Any], steps: int) -> str:
     lines = [
         f"{options['nodes']} local nodes of one rank, {options['layers']} MoE layers, hidden {options['hidden']}, "
         f"{options['experts']} experts, top-1, {options['tokens']} tokens a rank; stock: fault after step {steps}, "
-        f"checkpoint every {options['save_interval']} steps, relaunched at once",
-        "seconds".ljust(16) + "".join(phase.rjust(9) for phase in phases) + "  steps redone  median step",
+        f"checkpoint every {options['save_interval']} steps, relaunched at once; {os.cpu_count()} cores",
+        "seconds".ljust(16) + "".join(phase.rjust(9) for phase in phases) + "  steps redone  median step  load",
     ]
     for row in rows:
         cells = "".join(f"{getattr(row, phase):9.3f}" for phase in phases)
-        lines.append(f"{row.name:<16}{cells}{row.redone:14}{row.step:11.2f} s")
+        lines.append(f"{row.name:<16}{cells}{row.redone:14}{row.step:11.2f} s{row.load:6.1f}")
     lines.append(
         "regroup: gather, build, state (stock: relaunch, imports, build); migrate (stock: load the checkpoint)"
     )
@@ -302,7 +305,6 @@ def main() -> int:
     def fault_after(step: int) -> dict[str, Any]:
         return {**options, "fault_step": step, "last_step": step + EXTRA_STEPS}
 
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     try:
         rows = [lazarus(fault_after(arguments.lazarus_steps), hang) for hang in (False, True)]
         rows.append(stock(fault_after(arguments.steps)))
@@ -317,7 +319,7 @@ def main() -> int:
     print(table(rows, options, arguments.steps))
     kill, hang, relaunch = (row.total for row in rows)
     print(f"after a kill: {kill:.2f} s; after a hang: heartbeat_timeout_s ({timeout_s:g} s) + {hang - timeout_s:.2f} s")
-    print(f"stock / lazarus after a kill: {relaunch / kill:.1f}x   load average {os.getloadavg()[0]:.1f}")
+    print(f"stock / lazarus after a kill: {relaunch / kill:.1f}x")
     if arguments.json:
         report = {"options": options, "rows": [asdict(row) for row in rows], "ratio": relaunch / kill}
         arguments.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
