@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from megatron_lazarus.elastic.agent import die_with
 from megatron_lazarus.elastic.settings import ElasticConfig
 from tests.distributed.launch import REPOSITORY, TAG, free_port, kill_tagged, tagged
 
@@ -50,6 +51,7 @@ class LocalJob:
         return f"127.0.0.1:{self.port}"
 
     def _start(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+        parent = os.getpid()
         with (self.log_dir / f"{name}.log").open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", *arguments],
@@ -59,6 +61,7 @@ class LocalJob:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=lambda: die_with(parent),
             )
 
     def add(self, *names: str, **environment: str) -> None:
