@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -116,36 +117,45 @@ class Command:
 
 
 @contextlib.contextmanager
-def deepspeed(
-    log_dir: Path,
-    *options: str | Path,
-    ranks: int = 4,
-    flags: tuple[str, ...] = ("--no_local_rank",),
-    **environment: str,
-) -> Iterator[Command]:
-    """The command with ``options`` for the launch module and its script; nothing of it survives."""
-    config = log_dir / "ds.json"
-    config.write_text(json.dumps({"lazarus": {"elastic": {"heartbeat_interval_s": 0.25}}}))
+def started(log_dir: Path, *commands: list[str], **environment: str) -> Iterator[Command]:
+    """Commands of which nothing survives; the first is the one that ``wait`` is about."""
     tag = uuid.uuid4().hex
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
-    command += ["--master_port", str(free_port()), *flags, "--module", "megatron_lazarus.launch"]
-    command += ["--log-dir", str(log_dir), "--lazarus-config", str(config), *map(str, options)]
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment, TAG: tag}
     with (log_dir / "output.txt").open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", *command],
+                cwd=REPOSITORY,
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            for command in commands
+        ]
     try:
-        yield Command(log_dir, process, tag)
+        yield Command(log_dir, processes[0], tag)
     finally:
         kill_tagged(tag)
-        process.wait()
+        for process in processes:
+            process.wait()
+
+
+def module(log_dir: Path, *options: str | Path) -> list[str]:
+    """The launch module with an elastic config and ``options``, among them its script."""
+    config = log_dir / "ds.json"
+    config.write_text(json.dumps({"lazarus": {"elastic": {"heartbeat_interval_s": 0.25}}}))
+    own = ["--module", "megatron_lazarus.launch", "--log-dir", str(log_dir), "--lazarus-config", str(config)]
+    return [*own, *map(str, options)]
+
+
+def deepspeed(
+    log_dir: Path, *options: str | Path, flags: tuple[str, ...] = ("--no_local_rank",), **environment: str
+) -> contextlib.AbstractContextManager[Command]:
+    """The deepspeed command with 4 ranks here."""
+    own = ["--num_gpus", "4", "--master_port", str(free_port()), *flags]
+    return started(log_dir, ["deepspeed.launcher.runner", *own, *module(log_dir, *options)], **environment)
 
 
 def loop(log_dir: Path) -> tuple[str | Path, ...]:
@@ -168,6 +178,25 @@ def test_the_death_of_a_worker_is_that_of_its_node_only(tmp_path: Path) -> None:
     # Rank 0's lines as it wrote them, also where another node has taken its place.
     assert {"working in 1 as 0/4", "working in 2 as 0/3"} <= set(output)
     assert not {"working in 1 as 2/4", "working in 1 as 3/4", "working in 3 as 1/2"} & set(output)
+
+
+@pytest.mark.distributed
+def test_two_hosts(tmp_path: Path) -> None:
+    # Left by a job that was killed.
+    (tmp_path / "job.json").write_text('{"coordinator": "127.0.0.1:1", "token": "stale"}')
+    world = base64.urlsafe_b64encode(json.dumps({"one": [0, 1], "other": [0, 1]}).encode()).decode()
+    own = ["deepspeed.launcher.launch", f"--world_info={world}", "--master_addr=127.0.0.1", "--no_local_rank"]
+    own += [f"--master_port={free_port()}"]
+    script = module(tmp_path, "--module", "tests.elastic.loop", tmp_path)
+    with started(tmp_path, *([*own, f"--node_rank={rank}", *script] for rank in range(2))) as run:
+        run.wait_for("working", 1)
+        next(process for process in tagged(run.tag) if "--node_rank=1" in process.cmdline()).kill()
+        run.wait_for("working", 2)
+        (tmp_path / "stop").touch()
+        assert run.wait() == 0, run.logs()
+    assert run.result["value"]["world_size"] == 2
+    nodes = [event["nodes"] for event in run.events() if event["kind"] == "generation"]
+    assert nodes == [["node0", "node1"], ["node0"]]
 
 
 @pytest.mark.distributed
