@@ -6,6 +6,7 @@ decided here, once for dense and experts together: gradient norm, clipping, and 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -321,9 +322,11 @@ class LazarusEngine:
 
         Raises CheckpointError, before anything is written, for a ``client_state`` that could not be loaded safely.
         """
-        state = client_state or {}
+        state, attempts = client_state or {}, itertools.count()
         return self._together(
-            lambda: self._checkpoint.save(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+            lambda: self._checkpoint.save(
+                save_dir, tag, state, save_latest, exclude_frozen_parameters, again=next(attempts) > 0
+            )
         )
 
     def load_checkpoint(
@@ -340,17 +343,26 @@ class LazarusEngine:
 
         Raises CheckpointError, before anything is changed, for a damaged checkpoint or one of another model.
         """
-        result = self._checkpoint.load(
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
-        self.experts.optimizer.load_steps()
-        return result
+        loaded: list[tuple[str | None, dict[str, Any] | None]] = []
+
+        def load() -> None:
+            result = self._checkpoint.load(
+                load_dir,
+                tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+            self.experts.optimizer.load_steps()
+            loaded.append(result)
+            if self.world_size > 1:
+                # Where another rank has passed it, this one has loaded everything too.
+                self.experts.peers.barrier()
+
+        self._together(load)
+        return loaded[-1]
 
 
 def _add(sums: dict[str, Tensor], values: dict[str, Tensor], ghost: bool) -> None:

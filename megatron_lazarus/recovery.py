@@ -84,7 +84,7 @@ class Elastic:
         self.operation: int | None = None
         self.outcome: Any = None
         self.change_due = False
-        self.joined_running = False
+        self.joined_running = self._has_trained = False
         self.goodput = Goodput()
         self._told_working = 0
         self._in_step = True
@@ -272,8 +272,14 @@ class Elastic:
 
         ``attempt`` does it; ``outcome`` makes JSON of its result, from which ``given`` makes the result on a rank
         where another one has completed it. ``between_steps``: before each attempt the world may change. Raises what
-        ``attempt`` raises of its own.
+        ``attempt`` raises of its own, and RuntimeError where the members are not about to do the same.
         """
+        self._has_trained = self._has_trained or between_steps
+        if self.joined_running and not self._has_trained:
+            raise RuntimeError(
+                "this process came into a running job, whose members are about to take a step: its first call must be "
+                "train_batch (engine.joined_running tells)"
+            )
         while True:
             self._finished_elsewhere = None
             self._in_step = between_steps

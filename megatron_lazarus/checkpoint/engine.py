@@ -95,11 +95,43 @@ class ExpertCheckpoint:
     # -- save ---------------------------------------------------------------------------------------------------
 
     def save(
-        self, save_dir: str, tag: str | None, client_state: Mapping[str, Any], save_latest: bool, without_frozen: bool
+        self,
+        save_dir: str,
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        save_latest: bool,
+        without_frozen: bool,
+        again: bool = False,
     ) -> bool:
+        """Write and publish a tag. ``again``: all ranks have tried before, at this step, and a rank was lost."""
         refuse_unsafe(client_state, "client_state")
         tag = str(tag) if tag is not None else f"global_step{self._engine.global_steps}"
         directory = os.path.join(save_dir, tag)
+        # What may be published already must not be written over: it could be the only complete one.
+        if not (again and self._is_complete(directory)):
+            self._write(save_dir, directory, tag, client_state, without_frozen)
+        if self._experts.rank == 0 and save_latest:
+            write_atomically(os.path.join(save_dir, "latest"), tag.encode())
+        if self._experts.plan.world_size > 1:
+            dist.barrier()
+        self.newest = directory
+        return True
+
+    def _is_complete(self, directory: str) -> bool:
+        """Whether rank 0 finds the tag complete and undamaged, of this step."""
+        complete = False
+        if self._experts.rank == 0:
+            try:
+                manifest = Manifest.read(directory)
+                manifest.verify(directory)
+                complete = manifest.global_steps == self._engine.global_steps and self.may_publish()
+            except CheckpointError as error:
+                logger.info("the interrupted checkpoint is written again: %s", error)
+        return any(self._gather(complete))
+
+    def _write(
+        self, save_dir: str, directory: str, tag: str, client_state: Mapping[str, Any], without_frozen: bool
+    ) -> None:
         experts = os.path.join(directory, "experts")
         if self._experts.rank == 0:
             os.makedirs(experts, exist_ok=True)
@@ -133,12 +165,6 @@ class ExpertCheckpoint:
                     f"{directory} is not published: a newer generation than {manifest.generation} runs"
                 )
             manifest.write(directory)
-            if save_latest:
-                write_atomically(os.path.join(save_dir, "latest"), tag.encode())
-        if self._experts.plan.world_size > 1:
-            dist.barrier()
-        self.newest = directory
-        return True
 
     def _my_share(self) -> list[tuple[int, int]]:
         """(layer, expert) that this rank writes: each goes to the holder with the fewest bytes so far."""
@@ -162,7 +188,7 @@ class ExpertCheckpoint:
         fsync_path(path)
         return FileEntry.of(directory, name)
 
-    def _gather(self, mine: list[FileEntry]) -> list[list[FileEntry]]:
+    def _gather(self, mine: Any) -> list[Any]:
         if self._experts.plan.world_size == 1:
             return [mine]
         parts: list[Any] = [None] * self._experts.plan.world_size
