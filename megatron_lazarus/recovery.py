@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lazarus import dense_state
-from megatron_lazarus.elastic.membership import Generation, GenerationBroken, Membership
+from megatron_lazarus.elastic.membership import Generation, GenerationBroken, JobEnded, Membership
 from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error, use_interface
 from megatron_lazarus.expert_state import Holdings, lost_records
 from megatron_lazarus.json_exchange import broadcast_bytes, broadcast_json, gather_json
@@ -120,7 +120,15 @@ class Elastic:
         if dist.is_initialized():
             # The private world in which the engine was built.
             self.groups.break_groups()
-        self._enter(self.membership.join(REGROUP_LIMIT_S), "join")
+        try:
+            generation = self.membership.join(REGROUP_LIMIT_S)
+        except JobEnded as ended:
+            if ended.result["status"] != "completed":
+                raise
+            # A spare node that was not needed has not failed.
+            logger.info("%s", ended)
+            raise SystemExit(0) from None
+        self._enter(generation, "join")
         # With none completed yet, all begin their scripts alike.
         self.joined_running = bool(self.operation)
 

@@ -141,7 +141,9 @@ class TrainingJob(LocalJob):
         psutil.Process(self.coordinator.pid).kill()
 
     def drain(self, node: str, number: int = signal.SIGTERM, of_worker: bool = False) -> None:
-        """Ask a node to leave; that is no failure."""
+        """Ask a node to leave; that is no failure, but for one that has not begun yet."""
+        if not any(node in event.get("nodes", ()) for event in self.events()):
+            self.expect_failure(node)
         psutil.Process(self.worker(node).pid if of_worker else self.agents[node].pid).send_signal(number)
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -159,8 +161,11 @@ class TrainingJob(LocalJob):
         result = self.end(limit)
         try:
             assert result["status"] == "completed", result
+            members = {node for event in self.events() if event["kind"] == "generation" for node in event["nodes"]}
             for name, process in self.agents.items():
-                assert name in self.killed or process.returncode == 0, f"node {name}: status {process.returncode}"
+                # One that came too late finds no coordinator any more.
+                fine = process.returncode == 0 or name in self.killed or name not in members
+                assert fine, f"node {name}: status {process.returncode}"
             failed = Counter(event["node"] for event in self.events() if event["kind"] == "failure")
             assert failed <= self.caused, f"failed {failed}, but caused were {self.caused}"
             ledger = self.ledger()
