@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,8 @@ import torch.distributed as dist
 from megatron_lazarus import dense_state
 from megatron_lazarus.elastic.membership import Generation, GenerationBroken, JobEnded, Membership
 from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error, use_interface
-from megatron_lazarus.expert_state import Holdings, lost_records
+from megatron_lazarus.expert_state import lost_records
+from megatron_lazarus.handshake import Report
 from megatron_lazarus.json_exchange import broadcast_bytes, broadcast_json, gather_json
 from megatron_lazarus.placing import plan_for, spread
 from megatron_lazarus.planning.mapping import map_plan
@@ -45,26 +45,6 @@ class NodeDrained(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a member says of itself when a generation begins.
-
-    ``operation``: how many it has completed, None if it has no state yet; ``outcome``: of the last one;
-    ``checkpoint``: the newest it knows; ``counted``: see ``Goodput.adopt``.
-    """
-
-    operation: int | None
-    outcome: Any
-    checkpoint: str | None
-    holdings: Holdings
-    counted: list[float]
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> _Report:
-        held = tuple(tuple(row) for row in data["holdings"])
-        return cls(data["operation"], data["outcome"], data["checkpoint"], held, data["counted"])
 
 
 class Elastic:
@@ -194,7 +174,7 @@ class Elastic:
         clock.lap("migrate")
         return clock.seconds
 
-    def _reports(self) -> list[_Report]:
+    def _reports(self) -> list[Report]:
         mine = {
             "operation": self.operation,
             "outcome": self.outcome,
@@ -202,9 +182,9 @@ class Elastic:
             "holdings": self._engine.experts.holdings,
             "counted": self.goodput.since_begin(),
         }
-        return [_Report.from_json(entry) for entry in gather_json(mine)]
+        return [Report.from_json(entry) for entry in gather_json(mine)]
 
-    def _agree(self, newest: _Report | None) -> None:
+    def _agree(self, newest: Report | None) -> None:
         """Complete the operation in progress with what the ``newest`` member got of it, or drop it."""
         if newest is not None:
             # Experts that all have lost must come from one checkpoint, and a newcomer has none of its own.
@@ -222,7 +202,7 @@ class Elastic:
         else:
             self._engine.protocol.abandon()
 
-    def _give_state(self, source: int, newest: _Report | None, counted: list[float], rank: int) -> None:
+    def _give_state(self, source: int, newest: Report | None, counted: list[float], rank: int) -> None:
         """Ranks without state take the dense part, and their place in the run, over from ``source``."""
         data = broadcast_bytes(dense_state.pack(self._engine) if rank == source else None, source)
         if self.operation is None:
@@ -233,7 +213,7 @@ class Elastic:
                 self.operation, self.outcome = newest.operation, newest.outcome
                 self.goodput.adopt(counted)
 
-    def _hold_everything(self, reports: list[_Report], generation: Generation) -> Plan:
+    def _hold_everything(self, reports: list[Report], generation: Generation) -> Plan:
         """See to it that every expert is held by some rank; returns who holds what."""
         engine, experts = self._engine, self._engine.experts
         counts = [layer.num_experts for layer in experts.layers]

@@ -82,8 +82,7 @@ class Job:
 
     def status(self) -> Message:
         """What ``lazarus status`` shows."""
-        nodes = sorted(self.nodes.values(), key=lambda node: natural(node.name))
-        listed = {node.name: node.describe() for node in nodes}
+        listed = {name: self.nodes[name].describe() for name in sorted(self.nodes, key=natural)}
         return {"generation": self.generation, "phase": self.phase, "step": self.step, "nodes": listed}
 
     @property

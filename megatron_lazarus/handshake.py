@@ -1,0 +1,28 @@
+"""What the members of a new generation tell one another before they go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lazarus.expert_state import Holdings
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a member says of itself when a generation begins.
+
+    ``operation``: how many it has completed, None if it has no state yet; ``outcome``: of the last one;
+    ``checkpoint``: the newest it knows; ``counted``: see ``Goodput.adopt``.
+    """
+
+    operation: int | None
+    outcome: Any
+    checkpoint: str | None
+    holdings: Holdings
+    counted: list[float]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Report:
+        held = tuple(tuple(row) for row in data["holdings"])
+        return cls(data["operation"], data["outcome"], data["checkpoint"], held, data["counted"])
