@@ -130,7 +130,8 @@ class ExpertState:
             mine = moves.moves[moves.moves[:, 0] == index][:, 2:].tolist()
             crossing += sum(source != target for source, _, target, _ in mine)
             old = self.buffers[index]
-            new = migrate(old, placement.slots[rank], [tuple(move) for move in mine], rank, self.peers)
+            moved = [tuple(move) for move in mine]
+            new = migrate(old, placement.slots[rank], moved, rank, plan.world_size, self.peers)
             try:
                 # Behind it every rank has what it was sent: only then may a sender let go of its last copy.
                 if plan.world_size > 1:
