@@ -18,6 +18,7 @@ import psutil
 
 from megatron_lazarus.elastic.settings import ElasticConfig
 from tests.chaos.nursery import Forked, Nursery, marked
+from tests.chaos.worker import HOLD
 from tests.elastic.harness import TOKEN, LocalJob
 
 JOB_LIMIT_S = 60.0
@@ -103,6 +104,17 @@ class TrainingJob(LocalJob):
     def ledger(self) -> Ledger:
         return Ledger.read(self.log_dir)
 
+    def generations(self) -> dict[int, list[str]]:
+        """The nodes of every generation so far."""
+        return {event["generation"]: event["nodes"] for event in self.events() if event["kind"] == "generation"}
+
+    def working(self, node: str) -> bool:
+        """Whether the newest generation has worked with this node as a member."""
+        generations = self.generations()
+        newest = max(generations, default=0)
+        told = any(event["kind"] == "working" and event["generation"] == newest for event in self.events())
+        return told and node in generations[newest]
+
     def step(self) -> int:
         """Committed steps so far."""
         return 1 + max((line["step"] for line in self.ledger().of("step")), default=-1)
@@ -120,6 +132,13 @@ class TrainingJob(LocalJob):
                 process.send_signal(signal.SIGCONT)
                 process.send_signal(signal.SIGABRT)
         time.sleep(1)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Members do not get on with their steps meanwhile."""
+        (self.log_dir / HOLD).touch()
+        yield
+        (self.log_dir / HOLD).unlink()
 
     # -- faults -------------------------------------------------------------------------------------------------
 
@@ -142,7 +161,7 @@ class TrainingJob(LocalJob):
 
     def drain(self, node: str, number: int = signal.SIGTERM, of_worker: bool = False) -> None:
         """Ask a node to leave; that is no failure, but for one that has not begun yet."""
-        if not any(node in event.get("nodes", ()) for event in self.events()):
+        if not any(node in nodes for nodes in self.generations().values()):
             self.expect_failure(node)
         psutil.Process(self.worker(node).pid if of_worker else self.agents[node].pid).send_signal(number)
 
@@ -161,7 +180,7 @@ class TrainingJob(LocalJob):
         result = self.end(limit)
         try:
             assert result["status"] == "completed", result
-            members = {node for event in self.events() if event["kind"] == "generation" for node in event["nodes"]}
+            members = {node for nodes in self.generations().values() for node in nodes}
             for name, process in self.agents.items():
                 # One that came too late finds no coordinator any more.
                 fine = process.returncode == 0 or name in self.killed or name not in members

@@ -110,11 +110,16 @@ class Storm:
     def _add(self, job: TrainingJob, name: str) -> None:
         job.add(name, fault=",".join(self.faults.get(name, [])))
 
-        def came() -> bool | None:
-            heard = any(name == event.get("node") or name in event.get("nodes", ()) for event in job.events()[-30:])
-            return True if heard or job.step() >= STEPS else None
+        def heard(*kinds: str) -> bool:
+            return any(event["kind"] in kinds and event["node"] == name for event in job.events())
 
-        job.wait_until(came, JOB_LIMIT_S, f"node {name} did not come")
+        with job.holding():
+            job.wait_until(lambda: heard("waiting", "failure") or None, JOB_LIMIT_S, f"node {name} did not come")
+        job.wait_until(
+            lambda: heard("failure") or job.working(name) or job.step() >= STEPS or None,
+            JOB_LIMIT_S,
+            f"node {name} was not admitted",
+        )
 
     def _join_and_death(self, step: int) -> None:
         if self.random.random() < 0.5 or len(self.alive) <= FEWEST:

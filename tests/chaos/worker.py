@@ -24,6 +24,8 @@ from tests.distributed.runs import Run, build
 from tests.distributed.tiny import CLASSES, batch
 
 EVAL_BATCHES = 5
+HOLD = "hold"
+"""While a file of this name is in the log folder, members do not go on: a newcomer may need long to start."""
 
 
 class _Recorder(list[tuple[int, int]]):
@@ -42,6 +44,7 @@ class Worker:
 
     def __init__(self, log_dir: Path, options: dict[str, Any]) -> None:
         self.log_dir = log_dir
+        self.hold = log_dir / HOLD
         self.steps = options.pop("total_steps")
         self.pause = options.pop("pause_s", 0.0)
         self.save_every = options.pop("save_every", 0)
@@ -67,8 +70,9 @@ class Worker:
 
     def data(self, step: int, number: int) -> dict[str, torch.Tensor]:
         self.samples._current = (step, number)
-        if self.pause:
-            time.sleep(self.pause)
+        time.sleep(self.pause)
+        while self.hold.exists():
+            time.sleep(0.01)
         self.faults.at_data(step)
         values = batch(step, number)
         if step == self.surprise:
