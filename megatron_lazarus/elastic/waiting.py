@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import OpType, Work  # type: ignore[attr-defined
 TURN = timedelta(seconds=0.05)
 
 _NO_LIMIT = timedelta(0)
-_POINT_TO_POINT = (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)
+# ``Work._get_op_type`` gives the number, which equals no OpType.
+_POINT_TO_POINT = tuple(int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE))
 _TIMED_OUT = "Operation timed out!"
 _original_wait: Callable[..., bool] = Work.wait
 
