@@ -103,12 +103,13 @@ class ExpertCheckpoint:
         without_frozen: bool,
         again: bool = False,
     ) -> bool:
-        """Write and publish a tag. ``again``: all ranks have tried before, at this step, and a rank was lost."""
+        """Write and publish a tag. ``again``: this rank has tried before, at this step, and a rank was lost."""
         refuse_unsafe(client_state, "client_state")
         tag = str(tag) if tag is not None else f"global_step{self._engine.global_steps}"
         directory = os.path.join(save_dir, tag)
         # What may be published already must not be written over: it could be the only complete one.
-        if not (again and self._is_complete(directory)):
+        # A rank that was still at what came before has not tried yet.
+        if not (any(self._gather(again)) and self._is_complete(directory)):
             self._write(save_dir, directory, tag, client_state, without_frozen)
         if self._experts.rank == 0 and save_latest:
             write_atomically(os.path.join(save_dir, "latest"), tag.encode())

@@ -2,7 +2,7 @@
 
 ``CHAOS_FAULT`` of a node is ``point:step`` or ``point:step:how``, several separated by commas: when the point is
 reached with at least so many committed steps, the process is killed, or it is to ``stop``, ``hang`` (its heartbeats go
-on), ``raise``, or be ``slow`` for a while.
+on), ``raise``, be ``slow`` for a while, or ``lose`` the outcome of what the others have completed.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Faults:
         def wrapped(*arguments: Any, **options: Any) -> Any:
             if self._engine.global_steps >= step:
                 setattr(owner, name, original)
+                if how == "lose":
+                    original(*arguments, **options)
                 strike(how, what)
             return original(*arguments, **options)
 
@@ -70,6 +72,10 @@ def strike(how: str, what: str) -> None:
         time.sleep(3600)
     elif how == "slow":
         time.sleep(1.5)
+    elif how == "lose":
+        # Until then the others have it, and are at what comes next.
+        time.sleep(0.3)
+        raise RuntimeError("gloo: this member does not get the outcome that others have got")
     elif how == "raise":
         raise ValueError("a bad batch")
     else:
@@ -92,6 +98,7 @@ def places(engine: Any) -> dict[str, tuple[Any, str]]:
         "moved": (engine.experts, "_bind"),
         "evaluation": (engine, "_evaluate"),
         "saving": (engine._checkpoint, "_write_expert"),
+        "saved": (engine._checkpoint, "save"),
         "publishing": (engine._checkpoint, "_gather"),
         "published": (checkpoint_engine, "write_atomically"),
         "finish": (engine, "finish"),

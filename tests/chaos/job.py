@@ -92,7 +92,7 @@ class TrainingJob(LocalJob):
             options += ["--log-dir", str(self.log_dir), "--options", json.dumps(self.options)]
             self.agents[name] = self._start(f"agent-{name}", *options, CHAOS_FAULT=fault, **environment)
             self.killed.discard(name)
-            if fault and ":slow" not in fault:
+            if fault and ":slow" not in fault and ":lose" not in fault:
                 self.expect_failure(name)
 
     def expect_failure(self, name: str) -> None:
@@ -107,6 +107,9 @@ class TrainingJob(LocalJob):
     def generations(self) -> dict[int, list[str]]:
         """The nodes of every generation so far."""
         return {event["generation"]: event["nodes"] for event in self.events() if event["kind"] == "generation"}
+
+    def events_of(self, kind: str) -> int:
+        return sum(event["kind"] == kind for event in self.events())
 
     def working(self, node: str) -> bool:
         """Whether the newest generation has worked with this node as a member."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lazarus.checkpoint.manifest import Manifest, read_latest
 from tests.chaos.job import TrainingJob, training_job
 from tests.chaos.nursery import Nursery
 
@@ -100,8 +101,10 @@ def test_death_outside_of_steps(nursery: Nursery, tmp_path: Path, point: str) ->
         for node, step in (("n0", 3), ("n2", 6), ("n4", 8)):
             job.add(node, fault=f"{point}:{step}")
         job.check()
-        latest = tmp_path / "checkpoint" / "latest"
-        assert latest.read_text() == "global_step6"
+        folder = tmp_path / "checkpoint"
+        assert read_latest(str(folder)) == "global_step6"
+        for tag in ("global_step3", "global_step6"):
+            Manifest.read(str(folder / tag)).verify(str(folder / tag))
 
 
 def test_newcomer_waits_while_others_evaluate(nursery: Nursery, tmp_path: Path) -> None:
