@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_lazarus import dense_state, expert_state
 from megatron_lazarus.checkpoint import engine as checkpoint_engine
+from megatron_lazarus.moe.communication import Communicator
 
 STEP_POINTS = (
     "before-backward",
@@ -118,8 +119,16 @@ def _recovery_places(engine: Any) -> dict[str, tuple[Any, str]]:
 
 
 def faults_while_joining(text: str) -> None:
-    """Faults of a process that has no engine yet: ``join-state`` while it takes the state over, ``join-records``."""
-    points = {"join-state": (dense_state, "unpack"), "join-records": (expert_state, "migrate")}
+    """Faults of a process that has no engine yet.
+
+    ``join-state``: while it takes the state over; ``join-records``: before it takes records over; ``join-barrier``:
+    when it has them, before the others know.
+    """
+    points: dict[str, tuple[Any, str]] = {
+        "join-state": (dense_state, "unpack"),
+        "join-records": (expert_state, "migrate"),
+        "join-barrier": (Communicator, "barrier"),
+    }
     for entry in filter(None, text.split(",")):
         point = entry.split(":")[0]
         if point in points:

@@ -124,7 +124,7 @@ class Storm:
     def _join_and_death(self, step: int) -> None:
         if self.random.random() < 0.5 or len(self.alive) <= FEWEST:
             self._join(step)
-            self._arm(self.alive.pop(), self.random.choice(["join-state", "join-records"]), 0)
+            self._arm(self.alive.pop(), self.random.choice(["join-state", "join-records", "join-barrier"]), 0)
         else:
             self._arm(self._victim(), self.random.choice(["change", "giving-state", "migration", "settled"]), step)
             self._join(step)

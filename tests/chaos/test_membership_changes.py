@@ -82,15 +82,22 @@ def test_slow_member_is_not_dead(nursery: Nursery, tmp_path: Path) -> None:
         assert worlds(job) == [3]
 
 
-@pytest.mark.parametrize("point", ["join-state", "join-records", "change", "giving-state", "migration", "settled"])
+@pytest.mark.parametrize(
+    "point", ["join-state", "join-records", "join-barrier", "change", "giving-state", "migration", "settled"]
+)
 def test_death_while_a_node_joins(nursery: Nursery, tmp_path: Path, point: str) -> None:
     """The newcomer's, or that of the member that gives it the state."""
-    with training_job(nursery, tmp_path, 3, {**LONG, "total_steps": 30}) as job:
+    # What a newcomer takes along must still be with the members, also where it is all there is.
+    experts = {"min_replicas": 1} if point.startswith("join-") else {}
+    with training_job(nursery, tmp_path, 3, {**LONG, "total_steps": 30, "section": {"experts": experts}}) as job:
         job.add("n1", "n2")
         job.add("n0", fault="" if point.startswith("join-") else f"{point}:2")
         job.wait_for_step(2)
-        job.add("n3", fault=f"{point}:0" if point.startswith("join-") else "")
+        with job.holding():
+            job.add("n3", fault=f"{point}:0" if point.startswith("join-") else "")
+            job.wait_for("waiting", node="n3")
         job.check()
+        assert job.events_of("failure") == 1
 
 
 @pytest.mark.parametrize("point", ["evaluation", "saving", "publishing", "published", "finish"])
