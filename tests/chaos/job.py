@@ -118,6 +118,9 @@ class TrainingJob(LocalJob):
         told = any(event["kind"] == "working" and event["generation"] == newest for event in self.events())
         return told and node in generations[newest]
 
+    def wait_until_working(self, node: str) -> None:
+        self.wait_until(lambda: self.working(node) or None, JOB_LIMIT_S, f"node {node} did not become a member")
+
     def step(self) -> int:
         """Committed steps so far."""
         return 1 + max((line["step"] for line in self.ledger().of("step")), default=-1)

@@ -63,7 +63,11 @@ def test_drain_with_a_grace_shorter_than_a_step(nursery: Nursery, tmp_path: Path
 
 @pytest.mark.parametrize("how", ["stop", "hang", "raise"])
 def test_member_that_is_stuck_or_raises(nursery: Nursery, tmp_path: Path, how: str) -> None:
-    settings = {"heartbeat_timeout_s": 2.0, "lease_s": 4.0, "collective_timeout_s": 2.0 if how == "hang" else 60.0}
+    settings: dict[str, Any] = {
+        "heartbeat_timeout_s": 2.0,
+        "lease_s": 4.0,
+        "collective_timeout_s": 2.0 if how == "hang" else 60.0,
+    }
     with training_job(nursery, tmp_path, 4, **settings) as job:
         job.add("n0", "n2", "n3")
         job.add("n1", fault=f"data:3:{how}")

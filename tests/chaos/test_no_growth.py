@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.chaos.job import JOB_LIMIT_S, Line, training_job
+from tests.chaos.job import Line, training_job
 from tests.chaos.nursery import Nursery
 
 CYCLES, WARM_UP = 20, 4
@@ -19,8 +19,7 @@ def test_twenty_kills_and_joins_leave_nothing_behind(nursery: Nursery, tmp_path:
         for cycle in range(CYCLES):
             job.kill_worker(f"x{cycle}")
             job.add(f"x{cycle + 1}")
-            name = f"x{cycle + 1}"
-            job.wait_until(lambda name=name: job.working(name) or None, JOB_LIMIT_S, f"node {name} did not come")
+            job.wait_until_working(f"x{cycle + 1}")
         generation = max(job.generations())
         assert generation > 2 * CYCLES
         job.wait_for_step(job.step() + 3)
