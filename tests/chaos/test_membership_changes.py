@@ -51,6 +51,7 @@ def test_drained_node_hands_the_last_replicas_over(nursery: Nursery, tmp_path: P
         assert worlds(job) == [4, 3, 2]
 
 
+@pytest.mark.extensive
 def test_drain_with_a_grace_shorter_than_a_step(nursery: Nursery, tmp_path: Path) -> None:
     options = {"total_steps": 3, "pause_s": 0.8, "micro_batches": 12, "section": {"experts": {"min_replicas": 1}}}
     with training_job(nursery, tmp_path, 3, options, drain_grace_s=4.0) as job:
@@ -79,6 +80,7 @@ def test_member_that_is_stuck_or_raises(nursery: Nursery, tmp_path: Path, how: s
             assert "a bad batch" in failure["detail"]
 
 
+@pytest.mark.extensive
 def test_slow_member_is_not_dead(nursery: Nursery, tmp_path: Path) -> None:
     with training_job(nursery, tmp_path, 3, heartbeat_timeout_s=2.0, collective_timeout_s=4.0) as job:
         job.add("n0", "n1")
@@ -87,6 +89,7 @@ def test_slow_member_is_not_dead(nursery: Nursery, tmp_path: Path) -> None:
         assert worlds(job) == [3]
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize(
     "point", ["join-state", "join-records", "join-barrier", "change", "giving-state", "migration", "settled"]
 )
@@ -154,6 +157,7 @@ def test_no_replica_left(nursery: Nursery, tmp_path: Path, checkpoint: bool) -> 
             assert "no replica left, and there is no checkpoint" in json.dumps(result)
 
 
+@pytest.mark.extensive
 def test_step_that_all_refuse_ends_the_job(nursery: Nursery, tmp_path: Path) -> None:
     section = {"guard": {"on_spike": "stop", "spike_factor": 1.01, "spike_window": 2}}
     with training_job(nursery, tmp_path, 3, {"total_steps": 20, "surprise": 15, "section": section}) as job:
@@ -173,6 +177,7 @@ def test_coordinator_dies(nursery: Nursery, tmp_path: Path) -> None:
         assert "contact with the coordinator" in job.logs()
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [({"optimizer": "sgd"}, 1e-9), ({"dtype": "float32"}, 1e-4), ({"dtype": "bfloat16"}, 3e-2)],

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.job import Line, training_job
 from tests.chaos.nursery import Nursery
 
 CYCLES, WARM_UP = 20, 4
 
 
+@pytest.mark.extensive
 def test_twenty_kills_and_joins_leave_nothing_behind(nursery: Nursery, tmp_path: Path) -> None:
     # So many steps that they do not end before the cycles do.
     options = {"total_steps": 400, "pause_s": 0.005, "micro_batches": 3, "measure": True}

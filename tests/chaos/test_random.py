@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.nursery import Nursery
 from tests.chaos.storm import Storm, events_in
 
-RUNS, ENOUGH_S = 12, 100.0
+RUNS, ENOUGH_S = 6, 40.0
 
 
 def test_random_faults(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

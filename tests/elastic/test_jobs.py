@@ -52,6 +52,7 @@ def report(record: Any, job: LocalJob, seconds: float) -> None:
     assert seconds < RECOVERY_LIMIT_S, job.logs()
 
 
+@pytest.mark.extensive
 def test_a_killed_worker_takes_its_node_along(tmp_path: Path, record_property: Any) -> None:
     with local_job(tmp_path, "a", "b", "c", nproc=2) as job:
         working(job)
@@ -83,6 +84,7 @@ def test_a_killed_agent_takes_its_workers_along(tmp_path: Path) -> None:
         completed(job, generation=2, world_size=1)
 
 
+@pytest.mark.extensive
 def test_a_stopped_worker_is_found_by_its_silence(tmp_path: Path, record_property: Any) -> None:
     limit = 2.0
     with local_job(tmp_path, "a", "b", "c", heartbeat_timeout_s=limit) as job:
@@ -97,6 +99,7 @@ def test_a_stopped_worker_is_found_by_its_silence(tmp_path: Path, record_propert
             assert "stacks of all threads" in (tmp_path / f"{node}.0.log").read_text()
 
 
+@pytest.mark.extensive
 def test_a_hanging_main_thread_is_found_by_its_place(tmp_path: Path) -> None:
     environment = {"LOOP_FAULT": "hang:c:20"}
     with local_job(tmp_path, "a", "b", "c", environment=environment, collective_timeout_s=2) as job:
@@ -107,6 +110,7 @@ def test_a_hanging_main_thread_is_found_by_its_place(tmp_path: Path) -> None:
         assert "in generation" in (tmp_path / "c.0.log").read_text()
 
 
+@pytest.mark.extensive
 def test_two_of_five_at_once(tmp_path: Path, record_property: Any) -> None:
     with local_job(tmp_path, "a", "b", "c", "d", "e") as job:
         working(job)
@@ -117,6 +121,7 @@ def test_two_of_five_at_once(tmp_path: Path, record_property: Any) -> None:
         completed(job, generation=last, world_size=3)
 
 
+@pytest.mark.extensive
 def test_a_second_failure_during_the_rebuild(tmp_path: Path) -> None:
     environment = {"LOOP_FAULT": "die in build:c:2"}
     with local_job(tmp_path, "a", "b", "c", "d", environment=environment) as job:
@@ -127,6 +132,7 @@ def test_a_second_failure_during_the_rebuild(tmp_path: Path) -> None:
         assert failures(job) == [("b", "died"), ("c", "died")]
 
 
+@pytest.mark.extensive
 def test_a_newcomer_and_a_returning_node(tmp_path: Path) -> None:
     with local_job(tmp_path, "a", "b") as job:
         working(job)
@@ -142,6 +148,7 @@ def test_a_newcomer_and_a_returning_node(tmp_path: Path) -> None:
         assert reasons == ["start", "change", "failure", "change"]
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("told", ["agent", "worker"])
 def test_a_drained_node_leaves_at_a_step_boundary(told: str, tmp_path: Path) -> None:
     with local_job(tmp_path, "a", "b", "c") as job:
@@ -156,6 +163,7 @@ def test_a_drained_node_leaves_at_a_step_boundary(told: str, tmp_path: Path) -> 
         assert failures(job) == []
 
 
+@pytest.mark.extensive
 def test_a_worker_that_raises(tmp_path: Path) -> None:
     with local_job(tmp_path, "a", "b", "c", environment={"LOOP_FAULT": "raise:b:10"}) as job:
         working(job, generation=2)
@@ -164,6 +172,7 @@ def test_a_worker_that_raises(tmp_path: Path) -> None:
         assert 'raise RuntimeError("a bad batch")' in (tmp_path / "b.0.log").read_text()
 
 
+@pytest.mark.extensive
 def test_what_fails_everywhere_ends_the_job(tmp_path: Path) -> None:
     faults = ",".join(f"raise:{node}:{10 if node == 'd' else 12}" for node in "abcd")
     environment = {"LOOP_FAULT": faults}
@@ -246,6 +255,7 @@ def test_without_the_coordinator_workers_stop_within_their_lease(tmp_path: Path)
         job.coordinator.kill()
 
 
+@pytest.mark.extensive
 def test_kills_and_joins_leave_nothing_behind_in_survivors(tmp_path: Path) -> None:
     cycles = int(os.environ.get("LAZARUS_TEST_CYCLES", "4"))
     with local_job(tmp_path, "a", "b", "c", max_nodes=3, max_recoveries_without_progress=99) as job:

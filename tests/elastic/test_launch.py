@@ -180,6 +180,7 @@ def test_the_death_of_a_worker_is_that_of_its_node_only(tmp_path: Path) -> None:
     assert not {"working in 1 as 2/4", "working in 1 as 3/4", "working in 3 as 1/2"} & set(output)
 
 
+@pytest.mark.extensive
 @pytest.mark.distributed
 def test_two_hosts(tmp_path: Path) -> None:
     # Left by a job that was killed.
@@ -199,6 +200,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert nodes == [["node0", "node1"], ["node0"]]
 
 
+@pytest.mark.extensive
 @pytest.mark.distributed
 def test_an_engine_trains_on(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
@@ -213,6 +215,7 @@ def test_an_engine_trains_on(tmp_path: Path) -> None:
     assert len(set(range(1, 31)) - set(steps)) <= 1
 
 
+@pytest.mark.extensive
 @pytest.mark.distributed
 def test_a_script_that_raises_everywhere(tmp_path: Path) -> None:
     script = tmp_path / "raises.py"
@@ -231,6 +234,7 @@ def test_a_script_that_raises_everywhere(tmp_path: Path) -> None:
             assert seen == {"argv": arguments, "devices": devices, "launcher's": []}
 
 
+@pytest.mark.extensive
 @pytest.mark.distributed
 def test_the_provided_script_tells_of_a_failed_job(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
@@ -277,6 +281,7 @@ def test_without_an_elastic_section_the_script_takes_over(section: str, equals: 
     assert run_command(command, timeout=20).output == f"{['--local_rank=1', *option]}\n"
 
 
+@pytest.mark.extensive
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
@@ -288,6 +293,7 @@ def test_nothing_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -
     assert (number == signal.SIGKILL and not (tmp_path / "result.json").exists()) or run.result["status"] == "failed"
 
 
+@pytest.mark.extensive
 @pytest.mark.distributed
 @pytest.mark.parametrize("whole_group", [True, False])
 def test_a_stopped_command_ends_the_job(whole_group: bool, tmp_path: Path) -> None:
