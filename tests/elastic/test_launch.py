@@ -347,27 +347,36 @@ def test_impossible_places() -> None:
         Place.from_environment({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, None)
 
 
+LAUNCHER_OF_TWO = """
+import os, subprocess, sys
+cores = sorted(os.sched_getaffinity(0))[:2]
+def start(rank, *command):
+    bind = lambda: os.sched_setaffinity(0, {cores[rank]})
+    return subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(rank)}, preexec_fn=bind)
+other = start(1, "sleep", "60")
+leader = start(0, sys.executable, "-c", sys.argv[1])
+status = leader.wait(60)
+other.kill()
+sys.exit(status)
+"""
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_workers_get_the_cores_of_their_ranks() -> None:
+    # With a parent of their own, as under DeepSpeed's launcher: the worker pools of other tests are our children too.
     cores = sorted(os.sched_getaffinity(0))[:2]
-    code = "import os, sys; from megatron_lazarus.elastic.place import Place, bound_cores\n"
+    code = "import os; from megatron_lazarus.elastic.place import Place, bound_cores\n"
     code += "print({k: sorted(v) for k, v in bound_cores(Place.from_environment(os.environ, None)).items()})"
     names = {"RANK": "0", "LOCAL_SIZE": "2", "WORLD_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
-    environment = {**os.environ, **names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-
-    def start(rank: int, *command: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command,
-            env={**environment, "LOCAL_RANK": str(rank)},
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, {cores[rank]}),
-        )
-
-    with start(0, sys.executable, "-c", code) as leader, start(1, "sleep", "20") as other:
-        assert leader.communicate(timeout=20)[0] == f"{{0: [{cores[0]}], 1: [{cores[1]}]}}\n"
-        other.kill()
+    result = subprocess.run(
+        [sys.executable, "-c", LAUNCHER_OF_TWO, code],
+        env={**os.environ, **names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=90,
+    )
+    assert result.stdout == f"{{0: [{cores[0]}], 1: [{cores[1]}]}}\n"
 
 
 def test_a_wrong_config_is_told_once(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_another_model_is_told_before_anything_starts(tmp_path: Path) -> None:
     model = {"dense": dense, "moe_layers": [{"num_experts": 4, "tensors": {"fc2.weight": [32, 128]}}]}
     (tmp_path / "tag").mkdir()
     (tmp_path / "latest").write_text("tag")
-    Manifest("tag", 3, model, []).write(str(tmp_path / "tag"))
+    Manifest("tag", 0, 3, model, []).write(str(tmp_path / "tag"))
     check_checkpoint(str(tmp_path), config)
     for changed, message in (
         (GPTConfig(96, 2, 64, 4, 16, 16, num_experts=4), "--hidden-size is 32 there and 64 here"),
