@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from math import comb
 
@@ -96,6 +97,8 @@ class NodePlacer:
             counts = self._grouped(groups[layer], row, load[layer], shared) if proved[layer] else None
             if counts is None:
                 counts = self._searched(row, load[layer])
+            elif self._hopeless(counts):
+                counts = min((counts, self._even(row, load[layer], counts)), key=partial(_largest_load, load[layer]))
             placed = np.empty_like(counts)
             placed[order[layer]] = counts
             result.append(placed)
@@ -103,6 +106,16 @@ class NodePlacer:
             return result
         alike = np.unique(self._kinds, axis=1, return_inverse=True)[1]
         return align(result, self._space(), alike)
+
+    def _hopeless(self, counts: IntArray) -> bool:
+        """Whether the loss of any one node kills an expert: then nothing is left to protect, and balance decides."""
+        alone = (counts > 0).sum(axis=1) == 1
+        return bool((counts[alone] > 0).any(axis=0).all())
+
+    def _even(self, ascending: IntArray, load: FloatArray, otherwise: IntArray) -> IntArray:
+        """The balanced spread, if it keeps the promises."""
+        counts = spread(ascending, self.slots, self.promised(ascending), load)
+        return counts if ((counts > 0).sum(axis=1) >= self.promised(ascending)).all() else otherwise
 
     def _grouped(
         self, groups: Groups, ascending: IntArray, load: FloatArray, shared: tuple[int, ...]
@@ -157,6 +170,11 @@ class NodePlacer:
                 grouped = self._grouped(groups, ascending, load, groups.nodes)
                 if grouped is not None:
                     yield grouped
+
+
+def _largest_load(load: FloatArray, counts: IntArray) -> float:
+    """Tokens of the busiest node, where a replica of expert e has load[e]."""
+    return float((counts * load[:, None]).sum(axis=0).max())
 
 
 def _compositions(experts: int, capacity: int) -> Iterator[tuple[int, ...]]:

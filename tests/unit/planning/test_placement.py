@@ -19,7 +19,7 @@ from megatron_lazarus.planning.alignment import align
 from megatron_lazarus.planning.allocation import allocate_replicas
 from megatron_lazarus.planning.losses import loss_space
 from megatron_lazarus.planning.placement import place_replicas
-from megatron_lazarus.planning.planner import balance, make_plan
+from megatron_lazarus.planning.planner import balance, make_plan, rank_loads
 from tests.unit.planning.make_optima import optima
 
 TABLE = Path(__file__).parent / "data" / "optima.txt"
@@ -279,3 +279,11 @@ def test_same_plan_in_every_process_and_hash_seed():
 def test_bad_input_is_named_with_the_legal_range(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def test_balance_decides_where_any_loss_kills_an_expert() -> None:
+    """Eight experts on two nodes of five slots: no survival to protect, so the two spare replicas even out the load."""
+    loads = np.array([[8000.0] + [1000.0] * 7])
+    plan = make_plan(loads, [0, 1], 5, 1)
+    assert rank_loads(plan, loads)[0].tolist() == [7500.0, 7500.0]
+    assert all(len(set(row)) == len(row) for row in plan.layers[0].slots), "no expert twice on one node"
