@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests, on a fresh machine after installing what they need. Arguments are pytest's:
 #   bash scripts/run_tests.sh                       what every change must pass
-#   bash scripts/run_tests.sh --extensive           everything: many more faults, about half an hour
+#   bash scripts/run_tests.sh --extensive           everything: many more faults, much longer
 #   bash scripts/run_tests.sh tests/unit -k records
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
