@@ -27,20 +27,25 @@ def align(layers: Sequence[IntArray], space: LossSpace, alike: IntArray) -> list
             order = np.arange(space.nodes)
             sets, loss = masks[layer], space.loss(joint | killed[layer])
             while True:
-                options = [[_exchanged(mask, one, two) for mask in sets] for one, two in pairs]
-                joined = [joint | space.killed(exchanged) for exchanged in options]
-                best = min(range(len(pairs)), key=lambda pair: space.loss(joined[pair]), default=None)
-                if best is None or not space.improves(joined[best], loss):
+                best = None
+                for pair in pairs:
+                    exchanged = _exchanged(sets, *pair)
+                    if exchanged == sets:
+                        continue
+                    joined = joint | space.killed(exchanged)
+                    if space.improves(joined, loss):
+                        best, best_sets, loss = pair, exchanged, space.loss(joined)
+                if best is None:
                     break
-                sets, loss = options[best], space.loss(joined[best])
-                order[list(pairs[best])] = order[list(reversed(pairs[best]))]
+                sets = best_sets
+                order[list(best)] = order[list(reversed(best))]
             result[layer] = result[layer][:, order]
             killed[layer] = space.killed(sets)
         joint |= killed[layer]
     return result
 
 
-def _exchanged(mask: int, one: int, two: int) -> int:
-    """The node set with the two nodes' names exchanged."""
-    differ = (mask >> one ^ mask >> two) & 1
-    return mask ^ (differ << one | differ << two)
+def _exchanged(node_sets: list[int], one: int, two: int) -> list[int]:
+    """The node sets with the two nodes' names exchanged."""
+    both = 1 << one | 1 << two
+    return [mask ^ both if (mask >> one ^ mask >> two) & 1 else mask for mask in node_sets]

@@ -62,7 +62,7 @@ def fill(core: IntArray, replicas: IntArray, slots: IntArray, load: FloatArray) 
         nodes = nodes[np.lexsort((node_load[nodes], counts[items[used], nodes]))]
         level = items[used : used + len(nodes)]
         nodes = nodes[: len(level)]
-        np.add.at(counts, (level, nodes), 1)
+        counts[level, nodes] += 1
         node_load[nodes] += load[level]
         vacant[nodes] -= 1
         used += len(level)
@@ -120,14 +120,26 @@ def _heaviest_first(replicas: IntArray, load: FloatArray) -> tuple[IntArray, Int
 
 def _part_twins(counts: IntArray, movable: IntArray, usual: IntArray) -> None:
     """Exchange replicas above an expert's ``usual`` number a node against movable ones elsewhere, where both profit."""
-    for expert, node in np.argwhere((counts > usual[:, None]) & (movable > 0)):
+    held, loose = _node_sets(counts), _node_sets(movable)
+    for expert, node in np.argwhere((counts > usual[:, None]) & (movable > 0)).tolist():
         while counts[expert, node] > usual[expert] and movable[expert, node] > 0:
-            partners = (movable > 0) & (counts[expert] == 0)[None, :] & (counts[:, node] == 0)[:, None]
-            if not partners.any():
+            for other, its_loose in enumerate(loose):
+                places = its_loose & ~held[expert]
+                if places and not held[other] >> node & 1:
+                    break
+            else:
                 break
-            other, place = np.unravel_index(int(np.argmax(partners)), partners.shape)
-            for table in (counts, movable):
-                table[expert, node] -= 1
-                table[expert, place] += 1
-                table[other, place] -= 1
-                table[other, node] += 1
+            place = (places & -places).bit_length() - 1
+            for table, sets in ((counts, held), (movable, loose)):
+                for row, source, target in ((expert, node, place), (other, place, node)):
+                    table[row, source] -= 1
+                    table[row, target] += 1
+                    sets[row] |= 1 << target
+                    if not table[row, source]:
+                        sets[row] ^= 1 << source
+
+
+def _node_sets(table: IntArray) -> list[int]:
+    """Per row of [experts, nodes], the nodes where it is positive, as the bits of an int."""
+    packed = np.packbits(table > 0, axis=1, bitorder="little")
+    return [int.from_bytes(row.tobytes(), "little") for row in packed]

@@ -18,19 +18,40 @@ class Search:
         """``counts`` [experts, nodes], the start, must keep ``promised`` [experts] distinct nodes for each expert."""
         self.space = space
         self.promised = [int(value) for value in promised]
+        self._least = min(self.promised)
         self.load(counts)
 
     def load(self, counts: IntArray) -> None:
         """Go on from this placement."""
         self.counts = counts.tolist()
         self.masks = node_masks(counts > 0)
-        self.family = self.space.killed(self.masks)
-        self.loss = self.space.loss(self.family)
+
+    def _survey(self) -> None:
+        """Find what descending has to know of the placement."""
+        supersets = self.space.supersets
+        self._families = [supersets[mask] for mask in self.masks]
+        self.loss = self.space.loss(self.space.killed(self.masks))
+        # For each expert, the others that are lost whenever it is, as bits: they have no other nodes than it has.
+        self._lost_before = [
+            sum(1 << other for other, less in enumerate(self.masks) if other != expert and less | mask == mask)
+            for expert, mask in enumerate(self.masks)
+        ]
+        # Of nodes that hold the same and fail alike, exchanges with one stand for exchanges with any.
+        unlike = list(range(self.space.nodes))
+        if self.space.equal:
+            columns = list(zip(*self.counts, strict=True))
+            unlike = [node for node, column in enumerate(columns) if columns.index(column) == node]
+        # For each expert and node that holds it: the node's bit, and the expert's nodes without one replica there.
+        self._withdrawals = [
+            [(1 << node, mask if row[node] > 1 else mask ^ (1 << node)) for node in unlike if row[node]]
+            for row, mask in zip(self.counts, self.masks, strict=True)
+        ]
 
     def descend(self) -> None:
         """Take improving exchanges until there is none left."""
         pairs = list(combinations(range(len(self.counts)), 2))
         at, in_vain = 0, 0
+        self._survey()
         while in_vain < len(pairs):
             if self._exchange(*pairs[at]):
                 in_vain = 0
@@ -39,37 +60,34 @@ class Search:
 
     def _exchange(self, one: int, two: int) -> bool:
         """Make the first improving exchange of a replica of ``one`` with a replica of ``two``, if there is any."""
-        supersets = self.space.supersets
-        rest = 0
-        for expert, mask in enumerate(self.masks):
-            if expert != one and expert != two:
-                rest |= supersets[mask]
-        if self.family == rest:
+        neither = ~(1 << one | 1 << two)
+        one_anyway, two_anyway = self._lost_before[one] & neither, self._lost_before[two] & neither
+        if one_anyway and two_anyway:
             return False
-        sources, targets = self._withdrawals(one), self._withdrawals(two)
-        for here, left_one in sources:
-            for there, left_two in targets:
-                if here == there:
-                    continue
+        supersets, improves, loss = self.space.supersets, self.space.improves, self.loss
+        rest = 0
+        for expert, family in enumerate(self._families):
+            if expert != one and expert != two:
+                rest |= family
+        old_one, old_two = self.masks[one], self.masks[two]
+        promised_one, promised_two = self.promised[one], self.promised[two]
+        for here, left_one in self._withdrawals[one]:
+            two_remains = two_anyway or here & old_two
+            for there, left_two in self._withdrawals[two]:
                 mask_one, mask_two = left_one | there, left_two | here
-                family = rest | supersets[mask_one] | supersets[mask_two]
-                if family & self.family == self.family or not self.space.better(family, self.family, self.loss):
+                # It can only do harm if the old node sets of both still kill whatever they killed: each is then a
+                # superset of a new one or of another expert's.
+                if (two_remains or mask_one | old_two == old_two) and (
+                    one_anyway or there & old_one or mask_two | old_one == old_one
+                ):
                     continue
-                if mask_one.bit_count() < self.promised[one] or mask_two.bit_count() < self.promised[two]:
+                if mask_one.bit_count() < promised_one or mask_two.bit_count() < promised_two:
                     continue
-                self._apply(one, two, here.bit_length() - 1, there.bit_length() - 1)
-                self.family, self.loss = family, self.space.loss(family)
-                return True
+                if improves(rest | supersets[mask_one] | supersets[mask_two], loss, self._least):
+                    self._apply(one, two, here.bit_length() - 1, there.bit_length() - 1)
+                    self._survey()
+                    return True
         return False
-
-    def _withdrawals(self, expert: int) -> list[tuple[int, int]]:
-        """For each node that holds the expert: the node's bit, and the expert's nodes without one replica there."""
-        mask = self.masks[expert]
-        return [
-            (1 << node, mask if count > 1 else mask ^ (1 << node))
-            for node, count in enumerate(self.counts[expert])
-            if count
-        ]
 
     def _apply(self, one: int, two: int, here: int, there: int) -> None:
         self.masks[one] = _moved(self.masks[one], self.counts[one], here, there)
@@ -90,8 +108,6 @@ class Search:
             mask_two = _moved(self.masks[two], self.counts[two], there, here)
             if mask_one.bit_count() >= self.promised[one] and mask_two.bit_count() >= self.promised[two]:
                 self._apply(one, two, here, there)
-        self.family = self.space.killed(self.masks)
-        self.loss = self.space.loss(self.family)
 
 
 def _moved(mask: int, counts: list[int], source: int, target: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -50,8 +49,12 @@ class LossSpace:
         self.supersets = _Supersets(self._everything, containing)
         self._sizes = sizes[sets]
         self._of_size = [_as_family(self._sizes == size) for size in range(nodes + 1)]
-        self._ends = np.cumsum(np.bincount(self._sizes)).tolist()
         self._odds: FloatArray | None = None if weights is None else odds[sets]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all nodes are equally likely to be lost."""
+        return self._odds is None
 
     def killed(self, node_sets: Iterable[int]) -> int:
         """Family of the losses that kill any of the experts held by these node sets."""
@@ -66,7 +69,7 @@ class LossSpace:
 
     def counts(self, family: int) -> tuple[int, ...]:
         """Members of the family with 0, 1, …, n lost nodes."""
-        return tuple((family & layer).bit_count() for layer in self._of_size)
+        return tuple([(family & layer).bit_count() for layer in self._of_size])
 
     def loss(self, family: int) -> tuple[float, ...]:
         """What placements are compared by, lexicographically: weight of the killed losses of 0, 1, …, n nodes.
@@ -77,27 +80,17 @@ class LossSpace:
             return self.counts(family)
         return tuple(float(f"{weight:.12g}") for weight in self.weights_by_size(family))
 
-    def improves(self, family: int, loss: tuple[float, ...]) -> bool:
-        """Whether ``self.loss(family) < loss``, found without counting more than it takes."""
-        if self._odds is not None:
-            return self.loss(family) < loss
-        for layer, count in zip(self._of_size, loss, strict=True):
-            members = (family & layer).bit_count()
-            if members != count:
-                return members < count
-        return False
+    def improves(self, family: int, loss: tuple[float, ...], least: int = 0) -> bool:
+        """Whether ``self.loss(family) < loss``, found without counting more than it takes.
 
-    def better(self, family: int, other: int, loss: tuple[float, ...]) -> bool:
-        """``improves(family, loss)`` where ``loss`` is that of the family ``other``: looks only where they differ."""
+        ``least``: neither kills anything by fewer lost nodes.
+        """
         if self._odds is not None:
             return self.loss(family) < loss
-        different = family ^ other
-        while different:
-            size = bisect_right(self._ends, (different & -different).bit_length() - 1)
+        for size in range(least, self.nodes + 1):
             members = (family & self._of_size[size]).bit_count()
             if members != loss[size]:
                 return members < loss[size]
-            different = different >> self._ends[size] << self._ends[size]
         return False
 
     def weights_by_size(self, family: int) -> FloatArray:

@@ -9,6 +9,7 @@ from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_lazarus.planning.checks import IntArray
 from megatron_lazarus.planning.mapping import previous_of
@@ -74,7 +75,7 @@ def migration(current: Plan, plan: Plan, *, previous_ranks: Sequence[int | None]
     for index, (layer, before) in enumerate(zip(plan.layers, current.layers, strict=True)):
         had = replica_table([() if old is None else before.slots[old] for old in previous])
         wanted = replica_table(layer.slots)
-        wanted = wanted[~np.isin(_codes(wanted, layer.num_experts), _codes(had, layer.num_experts))]
+        wanted = wanted[~_in_place(wanted, had)]
         staging = np.maximum(staging, np.bincount(wanted[:, 0], minlength=plan.world_size))
         had = had[np.unique(had[:, 0] * layer.num_experts + had[:, 2], return_index=True)[1]]
 
@@ -85,9 +86,11 @@ def migration(current: Plan, plan: Plan, *, previous_ranks: Sequence[int | None]
         )
         offered = np.concatenate(had_in)
         order = np.argsort(offered, kind="stable")
+        is_offered = np.zeros((world + 1) * layer.num_experts, dtype=np.bool_)
+        is_offered[offered] = True
         key = np.full(len(wanted), -1)
         for narrower in reversed(wanted_in):
-            key = np.where(np.isin(narrower, offered), narrower, key)
+            key = np.where(is_offered[narrower], narrower, key)
         missing += [Missing(index, expert, rank, slot) for rank, slot, expert in wanted[key < 0].tolist()]
         wanted, key = wanted[key >= 0], key[key >= 0]
         by_key = np.argsort(key, kind="stable")
@@ -97,9 +100,12 @@ def migration(current: Plan, plan: Plan, *, previous_ranks: Sequence[int | None]
     return Migration(moves, tuple(missing), between, staging)
 
 
-def _codes(entries: IntArray, experts: int) -> IntArray:
-    """One number for each (rank, slot, expert)."""
-    return (entries[:, 0] * (1 << 20) + entries[:, 1]) * experts + entries[:, 2]
+def _in_place(wanted: IntArray, had: IntArray) -> npt.NDArray[np.bool_]:
+    """Which of the entries (rank, slot, expert) of ``wanted`` are in ``had``, shape [entries of wanted]."""
+    ranks, slots, _ = np.concatenate([wanted, had]).max(axis=0, initial=0) + 1
+    holds = np.full((ranks, slots), -1)
+    holds[had[:, 0], had[:, 1]] = had[:, 2]
+    return holds[wanted[:, 0], wanted[:, 1]] == wanted[:, 2]
 
 
 class _Work:

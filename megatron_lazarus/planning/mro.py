@@ -44,16 +44,16 @@ def paper_groups(ascending: IntArray, slots: IntArray) -> Groups:
 
 def level_groups(ascending: IntArray, nodes: int, members: tuple[int, ...]) -> Groups:
     """At most ``nodes`` groups of the given sizes, on as many nodes each as fit: the largest give way first."""
-    first = np.cumsum((0, *members))[:-1]
-    wanted = np.minimum(ascending[first], nodes)
-    level = int(wanted.max())
-    while int(np.minimum(wanted, level).sum()) > nodes:
+    first = [sum(members[:group]) for group in range(len(members))]
+    wanted = [min(int(ascending[expert]), nodes) for expert in first]
+    level = max(wanted)
+    while sum(min(size, level) for size in wanted) > nodes:
         level -= 1
-    sizes = np.minimum(wanted, level)
-    for group in np.flatnonzero(wanted > level)[::-1]:
-        if sizes.sum() < nodes:
+    sizes = [min(size, level) for size in wanted]
+    for group in reversed(range(len(members))):
+        if wanted[group] > level and sum(sizes) < nodes:
             sizes[group] += 1
-    return Groups(members, tuple(int(size) for size in sizes), False)
+    return Groups(members, tuple(sizes), False)
 
 
 def group_nodes(groups: Groups, order: IntArray, shared: tuple[int, ...]) -> list[IntArray]:
@@ -62,11 +62,13 @@ def group_nodes(groups: Groups, order: IntArray, shared: tuple[int, ...]) -> lis
     ``shared[i]`` of group i's nodes, the first ones of the order, are the same whatever the size of the groups, so that
     layers whose groups are at least that large lean on the same nodes.
     """
-    common = int(np.sum(shared))
-    starts = np.split(order[:common], np.cumsum(shared)[:-1])
-    extra = np.array(groups.nodes) - np.array(shared)
-    further = np.split(order[common:], np.cumsum(extra))
-    return [np.concatenate(pair) for pair in zip(starts, further[:-1], strict=True)]
+    starts = []
+    first, further = 0, sum(shared)
+    for size, part in zip(groups.nodes, shared, strict=True):
+        extra = size - part
+        starts.append(np.concatenate([order[first : first + part], order[further : further + extra]]))
+        first, further = first + part, further + extra
+    return starts
 
 
 def core(groups: Groups, starts: list[IntArray], nodes: int) -> IntArray:

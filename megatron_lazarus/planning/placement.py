@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 from math import comb
 
 import numpy as np
@@ -19,6 +19,7 @@ from megatron_lazarus.planning.mro import Groups, core, group_nodes, level_group
 
 SEARCHED_NODES = 12
 _SPLITS = 16
+_FILLED = 3
 
 
 def place_replicas(
@@ -121,11 +122,18 @@ class NodePlacer:
         self, groups: Groups, ascending: IntArray, load: FloatArray, shared: tuple[int, ...]
     ) -> IntArray | None:
         """The groups' placement, vacant slots filled; None if an expert does not get its promised distinct nodes."""
+        begun = self._begun(groups, ascending, shared)
+        return None if begun is None else self._filled(begun, ascending, load)
+
+    def _begun(self, groups: Groups, ascending: IntArray, shared: tuple[int, ...]) -> IntArray | None:
+        """The groups' own replicas and what the promises ask for beyond; None if that is too many of an expert."""
         counts = core(groups, group_nodes(groups, self.node_order, shared), len(self.slots))
         counts = keep_promises(counts, self.promised(ascending), ascending, self.slots)
-        if (counts.sum(axis=1) > ascending).any():
-            return None
-        counts = fill(counts, ascending, self.slots, load)
+        return None if (counts.sum(axis=1) > ascending).any() else counts
+
+    def _filled(self, begun: IntArray, ascending: IntArray, load: FloatArray) -> IntArray | None:
+        """``begun`` with all replicas; None if an expert does not get its promised distinct nodes."""
+        counts = fill(begun, ascending, self.slots, load)
         return counts if ((counts > 0).sum(axis=1) >= self.promised(ascending)).all() else None
 
     def _searched(self, ascending: IntArray, load: FloatArray) -> IntArray:
@@ -135,30 +143,34 @@ class NodePlacer:
         return self._known[key]
 
     def _search(self, ascending: IntArray, load: FloatArray) -> IntArray:
-        promised = self.promised(ascending)
-        candidates = list(self._candidates(ascending, load))
+        begun = list(self._beginnings(ascending, load))
+        few = len(self.slots) <= SEARCHED_NODES
+        if few:
+            # What fills the vacant slots rarely changes which of them are the best.
+            begun.sort(key=self._loss)
+        filled = (self._filled(counts, ascending, load) for counts in begun)
+        candidates = list(islice((counts for counts in filled if counts is not None), _FILLED if few else None))
         if not candidates:
             raise ValueError(
                 f"replicas are {ascending.tolist()}; nodes with {self.slots.tolist()} slots cannot hold each expert on "
                 f"min(its replicas, {self.promises}) distinct nodes"
             )
-        if len(self.slots) <= SEARCHED_NODES:
-            space = self._space()
-            ranked = sorted(candidates, key=lambda counts: space.loss(space.killed(node_masks(counts > 0))))
-            # Thorough where every case is compared with brute force; beyond, a few milliseconds a layer.
-            starts, shakes = (3, 30) if len(self.slots) <= 6 else (2, 2)
-            return search(ranked[:starts], promised, space, shakes)
-        return min(candidates, key=lambda counts: _smallest_sets(counts, self.weights))
+        if not few:
+            return min(candidates, key=lambda counts: _smallest_sets(counts, self.weights))
+        # Thorough where every case is compared with brute force; beyond, different starts find more than shaking does.
+        shakes = 30 if len(self.slots) <= 6 else 0
+        return search(candidates, self.promised(ascending), self._space(), shakes)
+
+    def _loss(self, counts: IntArray) -> tuple[float, ...]:
+        space = self._space()
+        return space.loss(space.killed(node_masks(counts > 0)))
 
     def _space(self) -> LossSpace:
         return loss_space(len(self.slots), None if self.weights is None else tuple(self.weights.tolist()))
 
-    def _candidates(self, ascending: IntArray, load: FloatArray) -> Iterator[IntArray]:
-        """Placements that keep the promises, by different rules."""
-        promised = self.promised(ascending)
-        counts = spread(ascending, self.slots, promised, load)
-        if ((counts > 0).sum(axis=1) >= promised).all():
-            yield counts
+    def _beginnings(self, ascending: IntArray, load: FloatArray) -> Iterator[IntArray]:
+        """Placements by different rules, vacant slots yet to be filled."""
+        yield spread(ascending, self.slots, self.promised(ascending), load)
         options = {paper_groups(ascending, self.slots[self.node_order])}
         options |= {
             level_groups(ascending, len(self.slots), members)
@@ -167,9 +179,9 @@ class NodePlacer:
         }
         for groups in sorted(options, key=lambda groups: (groups.experts, groups.nodes)):
             if sum(groups.experts) == len(ascending):
-                grouped = self._grouped(groups, ascending, load, groups.nodes)
-                if grouped is not None:
-                    yield grouped
+                begun = self._begun(groups, ascending, groups.nodes)
+                if begun is not None:
+                    yield begun
 
 
 def _largest_load(load: FloatArray, counts: IntArray) -> float:
