@@ -65,6 +65,8 @@ class LazarusEngine:
         ds_engine.gradient_average = False
         ds_engine._config.train_batch_size = sizes.global_batch_size
         ds_engine.tput_timer.batch_size = sizes.global_batch_size
+        # A rank that hangs in DeepSpeed's reduction must be found as one that hangs in ours.
+        ds_engine.allreduce_gradients = _watched(ds_engine.allreduce_gradients, experts)
         if any(p.dtype == torch.float64 for p in ds_engine.module.parameters()):
             ds_engine.communication_data_type = torch.float64
         self.protocol = StepProtocol(ds_engine, experts, sizes, self.guard, gradient_clipping)
@@ -363,6 +365,16 @@ class LazarusEngine:
 
         self._together(load)
         return loaded[-1]
+
+
+def _watched(reduce: Callable[..., Any], experts: ExpertState) -> Callable[..., Any]:
+    """``reduce``, seen by whoever watches the exchanges of the experts."""
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        with experts.peers.waiting():
+            return reduce(*arguments, **options)
+
+    return watched
 
 
 def _add(sums: dict[str, Tensor], values: dict[str, Tensor], ghost: bool) -> None:

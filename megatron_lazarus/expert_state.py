@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -105,6 +106,14 @@ class ExpertState:
             buffer.gradients.zero_()
         for layer in self.layers:
             layer.load[:] = 0
+
+    def rank_tokens(self) -> npt.NDArray[np.float64]:
+        """Tokens that each rank's experts process according to ``loads``, all layers together, shape [ranks]."""
+        tokens = np.zeros(self.plan.world_size)
+        for load, placement in zip(self.loads, self.plan.layers, strict=True):
+            counts = placement.replica_counts()
+            tokens += (load / counts.sum(axis=1)) @ counts
+        return tokens
 
     # -- changes of placement -----------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from megatron_lazarus.planning.mapping import map_plan
 from megatron_lazarus.planning.plan import Placement, Plan
 from megatron_lazarus.repoint import repoint
 from megatron_lazarus.reporting.goodput import Goodput, Laps
+from megatron_lazarus.stragglers import StragglerReports
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,8 @@ class Elastic:
         clock.lap("plan")
         engine.experts.change_plan(plan, generation.rank, held)
         engine.settle()
+        watch = StragglerReports(self.membership.event, generation.nodes, generation.rank_nodes, engine.experts)
+        engine.protocol.observe_waits = watch if generation.rank == 0 else lambda waited: None
         clock.lap("migrate")
         return clock.seconds
 

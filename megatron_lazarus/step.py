@@ -1,7 +1,8 @@
 """The step protocol: reduce, vote, then commit or skip. After the vote nothing waits for another rank any more.
 
-The vote is one all-reduce of [dense norm squared, expert norm squared, non-finite flag, change flag, losses]. It starts
-only when all gradients are reduced; where it completes on any rank, every rank holds all it needs to apply the step.
+The vote is one all-reduce of [dense norm squared, expert norm squared, non-finite flag, change flag, losses, seconds
+that each rank has waited]. It starts only when all gradients are reduced; where it completes on any rank, every rank
+holds all it needs to apply the step.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class StepProtocol:
 
     ``last_vote``: the newest vote that completed here. ``reduced_step``: the step whose gradients are all reduced
     here and not yet applied. Between them they tell what a recovery must finish (see ``recovery``).
+    ``observe_waits`` is given the seconds that each rank has waited for others in a step, as its vote completes.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class StepProtocol:
         self._guard, self._clip = guard, gradient_clipping
         self._dense = [p for p in ds_engine.module.parameters() if p.requires_grad and p.numel()]
         self.wants_change: Callable[[], bool] = lambda: False
+        self.observe_waits: Callable[[list[float]], None] = lambda waited: None
         self.last_vote: Vote | None = None
         self.reduced_step: int | None = None
         self.last_result: StepResult | None = None
@@ -88,8 +91,12 @@ class StepProtocol:
             squares[0] = torch.zeros_like(squares[0])
         names = sorted(sums)
         change = torch.tensor(float(self.wants_change()), dtype=torch.float64)
-        totals = self.all_reduce([*squares, (~finite).double(), change, *(sums[name] for name in names)])
-        means = {name: total / count for name, total in zip(names, totals[4:], strict=True)}
+        waited = torch.zeros(self._experts.plan.world_size, dtype=torch.float64)
+        waited[self._experts.rank] = self._experts.peers.take_waited_s()
+        values = [*squares, (~finite).double(), change, *(sums[name] for name in names)]
+        totals = self.all_reduce(values, waited)
+        means = {name: total / count for name, total in zip(names, totals[4 : len(values)], strict=True)}
+        self.observe_waits(totals[len(values) :])
         return Vote(step, samples, totals[0], totals[1], totals[2] != 0, totals[3] != 0, means)
 
     def decide(self, vote: Vote, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
@@ -157,9 +164,12 @@ class StepProtocol:
         self._experts.clear_step()
         self.reduced_step = None
 
-    def all_reduce(self, values: Sequence[Tensor]) -> list[float]:
-        """Sums over ranks, in float64."""
-        vector = torch.stack([value.to(self._engine.device, torch.float64) for value in values])
+    def all_reduce(self, values: Sequence[Tensor], more: Tensor | None = None) -> list[float]:
+        """Sums over ranks of scalars, and of the elements of the vector ``more``, in float64."""
+        device = self._engine.device
+        vector = torch.stack([value.to(device, torch.float64) for value in values])
+        if more is not None:
+            vector = torch.cat([vector, more.to(device, torch.float64)])
         if self._experts.plan.world_size > 1:
             self._experts.peers.all_reduce(vector)
         return vector.tolist()

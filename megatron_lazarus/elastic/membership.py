@@ -41,6 +41,11 @@ class Generation:
     reason: str
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes' names, in order."""
+        return tuple(member.node for member in self.members)
+
+    @property
     def rank_nodes(self) -> tuple[int, ...]:
         """Node number of each rank."""
         return tuple(index for index, member in enumerate(self.members) for _ in range(member.ranks))

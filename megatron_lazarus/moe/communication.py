@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,10 +20,15 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Communicator:
-    """Exchanges over the world group. ``observe(True)`` is called before, ``observe(False)`` after every one."""
+    """Exchanges over the world group. ``observe(True)`` is called before, ``observe(False)`` after every one.
+
+    ``waited_s`` grows by the seconds that other ranks took longer than this one to reach a gathering of counts, where
+    every rank has to stop anyway.
+    """
 
     def __init__(self) -> None:
         self.observe: Callable[[bool], None] = lambda waiting: None
+        self.waited_s = 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -28,12 +37,27 @@ class Communicator:
         yield
         self.observe(False)
 
-    def all_gather(self, values: Tensor, world_size: int) -> Tensor:
-        """``values`` [n] of every rank, as [ranks, n]."""
-        out = values.new_empty(world_size * values.numel())
+    def gather_counts(self, counts: Tensor, world_size: int) -> npt.NDArray[np.int64]:
+        """``counts`` [n] of every rank, on the host, as [ranks, n]."""
+        out = counts.new_empty(world_size * counts.numel())
+        # On a device the exchange begins when what was queued before it is done.
+        ready = None if counts.device.type == "cpu" else torch.Event(counts.device)
+        if ready is not None:
+            ready.record()
         with self.waiting():
-            _all_gather(out, values)
-        return out.view(world_size, -1)
+            start = time.monotonic()
+            _all_gather(out, counts)
+            if ready is not None:
+                ready.synchronize()
+                start = time.monotonic()
+            gathered: npt.NDArray[np.int64] = out.cpu().numpy()
+            self.waited_s += time.monotonic() - start
+        return gathered.reshape(world_size, -1)
+
+    def take_waited_s(self) -> float:
+        """``waited_s`` since the last call."""
+        waited, self.waited_s = self.waited_s, 0.0
+        return waited
 
     def all_to_all(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Send the next ``send[j]`` rows to each rank j; returns [sum(receive), ...], by source rank."""

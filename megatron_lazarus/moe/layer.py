@@ -159,7 +159,7 @@ class MoELayer(nn.Module):
         world = self._replicas.shape[1]
         if world == 1:
             return counts.cpu().numpy()[:, None]
-        return self._peers.all_gather(counts, world).cpu().numpy().T
+        return self._peers.gather_counts(counts, world).T
 
     def _with_residual(self, hidden_states: Tensor, output: Tensor) -> Tensor:
         dense = self.mlp(hidden_states)

@@ -66,6 +66,7 @@ class Summary:
     joined: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
     goodput: float | None = None
     productive_s: float = 0.0
     wall_s: float = 0.0
@@ -124,6 +125,7 @@ class _Reader:
         self._joined: list[str] = []
         self._left: list[str] = []
         self._lost: list[str] = []
+        self._slow: dict[str, None] = {}
         self._failures: list[str] = []
         self._why = ""
         self._nodes: tuple[str, ...] = ()
@@ -140,6 +142,7 @@ class _Reader:
             "working": self._working,
             "finished": self._finished,
             "left": self._node_left,
+            "slow": self._node_slow,
             "completed": self._ended,
             "failed": self._ended,
         }.get(event["kind"])
@@ -218,6 +221,9 @@ class _Reader:
     def _node_left(self, event: Event) -> None:
         self._left.append(event["node"])
 
+    def _node_slow(self, event: Event) -> None:
+        self._slow[event["slow_node"]] = None
+
     def _ended(self, event: Event) -> None:
         self._result, self._reason = str(event["kind"]), str(event["reason"] or "")
 
@@ -236,6 +242,7 @@ class _Reader:
             joined=tuple(self._joined),
             left=tuple(self._left),
             lost=tuple(self._lost),
+            slow=tuple(self._slow),
             goodput=round(productive_s / wall_s, 4) if wall_s > 0 else None,
             productive_s=productive_s,
             wall_s=wall_s,
@@ -264,7 +271,7 @@ def describe(summary: Summary) -> str:
     for recovery in summary.recoveries:
         cells = "".join(_cell(recovery.seconds.get(name)) for name in PHASES) + _cell(recovery.total_s)
         lines.append(f"  {recovery.generation or '-':>3}  {recovery.steps:<7}" + cells)
-    for name in ("lost", "joined", "left"):
+    for name in ("lost", "joined", "left", "slow"):
         if nodes := getattr(summary, name):
             lines.append(f"nodes {name}: {', '.join(nodes)}")
     lines += [f"evicted: {eviction}" for eviction in summary.evictions]

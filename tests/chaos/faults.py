@@ -2,7 +2,8 @@
 
 ``CHAOS_FAULT`` of a node is ``point:step`` or ``point:step:how``, several separated by commas: when the point is
 reached with at least so many committed steps, the process is killed, or it is to ``stop``, ``hang`` (its heartbeats go
-on), ``raise``, be ``slow`` for a while, or ``lose`` the outcome of what the others have completed.
+on), ``raise``, be ``slow`` for a while or with every micro-batch from then on (``lame``), or ``lose`` the outcome of
+what the others have completed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Faults:
 
     def at_data(self, step: int) -> None:
         for when, how in list(self._data):
-            if step >= when:
+            if step >= when and how == "lame":
+                time.sleep(0.03)
+            elif step >= when:
                 self._data.remove((when, how))
                 strike(how, f"data:{when}:{how}")
 
@@ -87,6 +90,7 @@ def places(engine: Any) -> dict[str, tuple[Any, str]]:
     """What is called at each point: (object, name of its function)."""
     return {
         "before-backward": (engine, "_backward"),
+        "dense-reduce": (engine.deepspeed_engine, "allreduce_gradients"),
         "before-reduce": (engine.experts, "reduce_gradients"),
         "in-reduce": (engine.experts._exchange, "_reduce_bucket"),
         "before-vote": (engine.protocol, "_vote"),

@@ -80,6 +80,16 @@ def test_member_that_is_stuck_or_raises(nursery: Nursery, tmp_path: Path, how: s
             assert "a bad batch" in failure["detail"]
 
 
+def test_hang_in_deepspeeds_reduction_is_found_as_in_ours(nursery: Nursery, tmp_path: Path) -> None:
+    # One micro-batch each: nothing of ours comes after the reduction but the vote.
+    with training_job(nursery, tmp_path, 3, {"micro_batches": 3}, collective_timeout_s=2.0) as job:
+        job.add("n0", "n2")
+        job.add("n1", fault="dense-reduce:3:hang")
+        job.check()
+        first = next(event for event in job.events() if event["kind"] in ("failure", "broken"))
+        assert (first["kind"], first["node"], first["cause"]) == ("failure", "n1", "stuck")
+
+
 @pytest.mark.extensive
 def test_slow_member_is_not_dead(nursery: Nursery, tmp_path: Path) -> None:
     with training_job(nursery, tmp_path, 3, heartbeat_timeout_s=2.0, collective_timeout_s=4.0) as job:
@@ -87,6 +97,17 @@ def test_slow_member_is_not_dead(nursery: Nursery, tmp_path: Path) -> None:
         job.add("n2", fault="data:3:slow")
         job.check()
         assert worlds(job) == [3]
+
+
+def test_slow_node_is_reported_and_stays(nursery: Nursery, tmp_path: Path) -> None:
+    with training_job(nursery, tmp_path, 3, {"total_steps": 50}) as job:
+        job.add("n0", "n2")
+        job.add("n1", fault="data:3:lame")
+        job.check()
+        assert worlds(job) == [3]
+        (slow,) = [event for event in job.events() if event["kind"] == "slow"]
+        assert slow["slow_node"] == "n1"
+        assert slow["share"] > 0.2
 
 
 @pytest.mark.extensive
