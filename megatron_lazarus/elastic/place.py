@@ -79,6 +79,31 @@ class Place:
         return {n: ",".join(ids[self.first : last]) for n, ids in lists.items() if len(ids) == self.local_size}
 
 
+def divided_devices(
+    environment: Mapping[str, str], nodes: int, size: int, nvidia: Path = Path("/proc/driver/nvidia/gpus")
+) -> list[dict[str, str]]:
+    """For each of ``nodes`` nodes of ``size`` workers on this host, variables that show it devices of its own.
+
+    Nothing is divided among fewer than two nodes, on a CPU, and where no devices are known. Raises PlaceError if there
+    are too few.
+    """
+    lists = {name: environment[name].split(",") for name in _DEVICE_LISTS if environment.get(name)}
+    if not lists and "CUDA_VISIBLE_DEVICES" not in environment and nvidia.is_dir():
+        lists = {"CUDA_VISIBLE_DEVICES": [str(index) for index, _ in enumerate(nvidia.iterdir())]}
+    if nodes < 2 or environment.get("DS_ACCELERATOR") == "cpu":
+        lists = {}
+    for name, devices in lists.items():
+        if 0 < len(devices) < nodes * size:
+            raise PlaceError(
+                f"{name} is {','.join(devices)}; {nodes} nodes of {size} workers need {nodes * size} devices (on the "
+                "CPU: set DS_ACCELERATOR=cpu)"
+            )
+    return [
+        {name: ",".join(devices[node * size : (node + 1) * size]) for name, devices in lists.items()}
+        for node in range(nodes)
+    ]
+
+
 def sibling(local_rank: int) -> int | None:
     """Process id of the rank that our launcher has started, if it is there."""
     wanted, parent = f"LOCAL_RANK={local_rank}".encode(), os.getppid()

@@ -20,6 +20,7 @@ from typing import Any
 from megatron_lazarus.elastic import agent
 from megatron_lazarus.elastic.journal import JOB_FILE, RESULT_FILE, write_json
 from megatron_lazarus.elastic.messages import BlockingChannel, Message, split_address
+from megatron_lazarus.elastic.place import divided_devices
 from megatron_lazarus.elastic.settings import HANDSHAKE_TIMEOUT_S, SHUTDOWN_LIMIT_S, ElasticConfig
 
 RUN_FILE = "run.json"
@@ -81,27 +82,28 @@ def _reporting(command: Any) -> Any:
 def run_job(arguments: argparse.Namespace) -> int:
     """Run a job's processes of this machine until they end; 0 only if the job completed."""
     log_dir = arguments.log_dir.resolve()
-    log_dir.mkdir(parents=True, exist_ok=True)
     config = _elastic_config(arguments.nnodes, arguments.config)
     if arguments.nproc_per_node < 1 or arguments.local_nodes < 1:
         raise CommandError("--nproc-per-node and --local-nodes must be at least 1")
     host, port = split_address(arguments.coordinator) if arguments.coordinator else ("127.0.0.1", _free_port())
+    devices = divided_devices(os.environ, arguments.local_nodes, arguments.nproc_per_node)
+    log_dir.mkdir(parents=True, exist_ok=True)
     hosting = not arguments.coordinator or _can_bind(host, port)
     environment = {**os.environ, "LAZARUS_TOKEN": _token(log_dir, hosting)}
     script = ["-m", arguments.script] if arguments.module else [arguments.script]
     command = [sys.executable, *script, *arguments.arguments]
     write_json(log_dir / RUN_FILE, {"command": command, "nproc_per_node": arguments.nproc_per_node})
-    start = partial(start_service, environment=environment, log_dir=log_dir)
+    start = partial(start_service, log_dir=log_dir)
     coordinator = None
     if hosting:
         settings = json.dumps(config.to_json())
         options = ["--listen", f"{host}:{port}", "--log-dir", str(log_dir), "--settings", settings]
-        coordinator = start("coordinator", [COORDINATOR, *options])
+        coordinator = start("coordinator", [COORDINATOR, *options], environment=environment)
     agents = []
-    for name in _node_names(arguments.node, arguments.local_nodes):
+    for name, own in zip(_node_names(arguments.node, arguments.local_nodes), devices, strict=True):
         options = ["--node", name, "--coordinator", f"{host}:{port}", "--log-dir", str(log_dir)]
         options += ["--nproc-per-node", str(arguments.nproc_per_node)]
-        agents.append(start(f"agent-{name}", [_AGENT, *options, "--", *command]))
+        agents.append(start(f"agent-{name}", [_AGENT, *options, "--", *command], environment={**environment, **own}))
     print(f"lazarus run: {len(agents)} nodes here, coordinator at {host}:{port}, logs in {log_dir}", flush=True)
     return _wait(coordinator, agents, log_dir)
 
