@@ -32,14 +32,25 @@ class ExpertsConfig:
     ``slots_per_rank``: room for expert records per MoE layer and rank; null: just enough for ``min_replicas`` of each.
     ``min_replicas``: wanted replicas of every expert, as far as slots and ranks allow; f in Lazarus' equation 1.
     ``max_tokens_per_expert_chunk``: experts work on more tokens than this in recomputed chunks; null: no limit.
+    ``split``: how replicas share an expert's tokens: "quota" equally, "balanced" so that the busiest rank has least.
+    ``rebalance_interval``: steps between looks at whether other replica counts would pay; null: never.
+    ``rebalance_min_gain``: part of the training time that moving must save, after its own cost, to be done.
     """
 
     slots_per_rank: int | None = None
     min_replicas: int = 2
     max_tokens_per_expert_chunk: int | None = None
+    split: Literal["quota", "balanced"] = "quota"
+    rebalance_interval: int | None = 200
+    rebalance_min_gain: float = 0.05
 
     def __post_init__(self) -> None:
-        _at_least(1, "experts", self, "slots_per_rank", "min_replicas", "max_tokens_per_expert_chunk")
+        names = ("slots_per_rank", "min_replicas", "max_tokens_per_expert_chunk", "rebalance_interval")
+        _at_least(1, "experts", self, *names)
+        if not 0 <= self.rebalance_min_gain < 1:
+            raise ConfigError(
+                f'"lazarus.experts.rebalance_min_gain" is {self.rebalance_min_gain}; it must be at least 0 and below 1'
+            )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 def pack(engine: Any) -> bytes:
-    """Module (without experts), optimizer, schedule, counters and guard of one rank."""
+    """Module (without experts), optimizer, schedule, counters, guard and loads of one rank."""
     ds_engine = engine.deepspeed_engine
     scheduler = ds_engine.lr_scheduler
     with engine.experts.context.dense_only():
@@ -23,6 +23,8 @@ def pack(engine: Any) -> bytes:
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "counters": {name: getattr(ds_engine, name) for name in _COUNTERS},
         "guard": engine.guard.state(),
+        "loads": [torch.from_numpy(load) for load in engine.experts.loads],
+        "counted": engine.experts.counted,
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -43,3 +45,5 @@ def unpack(data: bytes, engine: Any) -> None:
     for name, value in state["counters"].items():
         setattr(ds_engine, name, value)
     engine.guard.restore(state["guard"])
+    engine.experts.loads = [load.numpy() for load in state["loads"]]
+    engine.experts.counted = state["counted"]

@@ -19,9 +19,11 @@ from megatron_lazarus.checkpoint.engine import ExpertCheckpoint
 from megatron_lazarus.config import BatchSizes, LazarusConfig
 from megatron_lazarus.expert_state import ExpertsLost, ExpertState
 from megatron_lazarus.guard import LossGuard
+from megatron_lazarus.micro_batch import add_values, to_device
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.planning.batches import micro_batches
 from megatron_lazarus.planning.plan import Plan
+from megatron_lazarus.rebalancing import Rebalancer
 from megatron_lazarus.recovery import Elastic
 from megatron_lazarus.rng import seed_micro_batch
 from megatron_lazarus.step import StepProtocol, StepResult
@@ -66,10 +68,11 @@ class LazarusEngine:
         ds_engine._config.train_batch_size = sizes.global_batch_size
         ds_engine.tput_timer.batch_size = sizes.global_batch_size
         # A rank that hangs in DeepSpeed's reduction must be found as one that hangs in ours.
-        ds_engine.allreduce_gradients = _watched(ds_engine.allreduce_gradients, experts)
+        ds_engine.allreduce_gradients = experts.peers.watched(ds_engine.allreduce_gradients)
         if any(p.dtype == torch.float64 for p in ds_engine.module.parameters()):
             ds_engine.communication_data_type = torch.float64
         self.protocol = StepProtocol(ds_engine, experts, sizes, self.guard, gradient_clipping)
+        self.rebalancer = Rebalancer(ds_engine, experts, config.experts)
         self._checkpoint = ExpertCheckpoint(ds_engine, experts)
         self._elastic = elastic
         if elastic is not None:
@@ -108,6 +111,8 @@ class LazarusEngine:
         Raises StepRefused where the guard's policy is to stop.
         """
         if self._elastic is None:
+            if self.rebalancer.due(self.global_steps):
+                self.rebalancer.run(self.global_steps)
             return self._train_step(micro_batch_fn)
         result = self._elastic.run(
             lambda: self._train_step(micro_batch_fn),
@@ -187,10 +192,12 @@ class LazarusEngine:
             loss, metrics = self._forward(arguments)
             self._log_memory()
             self._backward(loss * (0.0 if ghost else 1.0 / total))
-            _add(sums, {"loss": loss, **metrics}, ghost)
+            add_values(sums, {"loss": loss, **metrics}, ghost)
         self._context.ghost = False
         first, size = step * self.sizes.global_batch_size, self.sizes.global_batch_size
-        return self.protocol.finish(sums, total, f"samples {first}..{first + size - 1}")
+        result = self.protocol.finish(sums, total, f"samples {first}..{first + size - 1}")
+        self.rebalancer.observe()
+        return result
 
     def _evaluate(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
         share = micro_batches(num_micro_batches, self.world_size)[self.rank]
@@ -206,7 +213,7 @@ class LazarusEngine:
                 seed_micro_batch(self.seed, _EVALUATION, number)
                 with torch.no_grad():
                     loss, metrics = self._forward(arguments)
-                _add(sums, {"loss": loss, **metrics}, ghost)
+                add_values(sums, {"loss": loss, **metrics}, ghost)
         finally:
             self._context.ghost = False
             self.module.train(was_training)
@@ -259,6 +266,9 @@ class LazarusEngine:
         )
         self._loss_sum = None
         self._set_boundary()
+        self.rebalancer.observe()
+        if self.rebalancer.due(self.global_steps):
+            self.rebalancer.run(self.global_steps)
 
     def _set_boundary(self) -> None:
         accumulation = self.deepspeed_engine.gradient_accumulation_steps()
@@ -267,7 +277,7 @@ class LazarusEngine:
     # -- one micro-batch ----------------------------------------------------------------------------------------
 
     def _forward(self, arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        arguments = _to_device(arguments, self.device)
+        arguments = to_device(arguments, self.device)
         if isinstance(arguments, Mapping):
             output = self.deepspeed_engine.forward(**arguments)
         elif isinstance(arguments, Sequence):
@@ -365,30 +375,3 @@ class LazarusEngine:
 
         self._together(load)
         return loaded[-1]
-
-
-def _watched(reduce: Callable[..., Any], experts: ExpertState) -> Callable[..., Any]:
-    """``reduce``, seen by whoever watches the exchanges of the experts."""
-
-    def watched(*arguments: Any, **options: Any) -> Any:
-        with experts.peers.waiting():
-            return reduce(*arguments, **options)
-
-    return watched
-
-
-def _add(sums: dict[str, Tensor], values: dict[str, Tensor], ghost: bool) -> None:
-    """Add a micro-batch's values to the sums; a ghost's weigh nothing."""
-    for name, value in values.items():
-        term = value.detach().double() * (0.0 if ghost else 1.0)
-        sums[name] = sums[name] + term if name in sums else term
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: _to_device(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to_device(item, device) for item in value)
-    return value

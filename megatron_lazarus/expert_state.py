@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lazarus.moe.communication import Communicator
 from megatron_lazarus.moe.context import StepContext
+from megatron_lazarus.moe.dispatch import IntArray, Quotas, replica_quotas
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.migration import migrate
 from megatron_lazarus.moe.optimizer import ExpertOptimizer
@@ -23,10 +24,6 @@ Holdings = tuple[tuple[int, ...], ...]
 """The experts whose records a rank has, layer by layer, in slot order."""
 
 
-_LOAD_MEMORY = 0.98
-"""What remains of a step's load after the next one: about fifty steps count."""
-
-
 class ExpertsLost(RuntimeError):
     """No member holds some experts, and there is no checkpoint to take them from."""
 
@@ -36,7 +33,8 @@ class ExpertState:
 
     ``buffers[layer]`` are this rank's records under ``plan``; without a plan they are empty, until ``change_plan``.
     ``base`` is the client optimizer, whose options and learning rates the experts follow. ``loads[layer]`` are the
-    tokens of each expert in recent committed steps, the older the less they count.
+    tokens of each expert a step, in the mean of the committed ones of about ``load_steps``, the older the less they
+    count; before the first one, equal. ``counted`` is how many steps they stand for.
     """
 
     def __init__(
@@ -48,6 +46,8 @@ class ExpertState:
         rank: int,
         base: torch.optim.Optimizer,
         exchange: Backend = "all_to_all",
+        quotas: Quotas = replica_quotas,
+        load_steps: int = 50,
     ) -> None:
         self.layers, self.context = layers, context
         self.peers = Communicator()
@@ -55,8 +55,13 @@ class ExpertState:
         self._plan = plan
         self.buffers, self.rank = list(buffers), rank
         self.loads = [np.ones(layer.num_experts) for layer in layers]
+        self.counted = 0.0
+        self._load_memory = 1.0 - 1.0 / max(2, load_steps)
+        self.quotas = quotas
+        self.last_moved_bytes = 0
         for layer in layers:
             layer.bind_context(context)
+            layer.quotas = quotas
         if plan is not None:
             self._bind(buffers, plan, rank)
 
@@ -96,8 +101,10 @@ class ExpertState:
     def commit(self) -> None:
         """Step records and router biases."""
         self.optimizer.step()
+        before = self.counted * self._load_memory
+        self.counted = before + 1.0
         for index, layer in enumerate(self.layers):
-            self.loads[index] = self.loads[index] * _LOAD_MEMORY + layer.load
+            self.loads[index] = (self.loads[index] * before + layer.load) / self.counted
             layer.gate.update_expert_bias(torch.from_numpy(layer.load))
 
     def clear_step(self) -> None:
@@ -117,6 +124,19 @@ class ExpertState:
 
     # -- changes of placement -----------------------------------------------------------------------------------
 
+    def moved_bytes(self, plan: Plan) -> int:
+        """Bytes that a change to ``plan`` brings to the rank that gets most, layer by layer."""
+        return self._arriving_bytes(migration(self.plan, plan).moves)
+
+    def _arriving_bytes(self, moves: IntArray) -> int:
+        """Of ``Migration.moves``: the most that comes to one rank from others, layer by layer."""
+        crossing = moves[moves[:, 2] != moves[:, 4]]
+        total = 0
+        for index, buffer in enumerate(self.buffers):
+            arriving = np.bincount(crossing[crossing[:, 0] == index, 4])
+            total += int(arriving.max(initial=0)) * buffer.layout.nbytes
+        return total
+
     @property
     def holdings(self) -> Holdings:
         """What this rank has, whatever the plan says: they differ after a migration that was interrupted."""
@@ -133,10 +153,11 @@ class ExpertState:
         what the ranks of ``plan`` hold now, by default the plan so far. If another rank fails meanwhile, the exception
         of its collective passes, and every record that this rank had or got is in its ``holdings``.
         """
-        moves = migration(held or self.plan, plan)
+        moves = migration(held or self.plan, plan).moves
+        self.last_moved_bytes = self._arriving_bytes(moves)
         crossing = 0
         for index, placement in enumerate(plan.layers):
-            mine = moves.moves[moves.moves[:, 0] == index][:, 2:].tolist()
+            mine = moves[moves[:, 0] == index][:, 2:].tolist()
             crossing += sum(source != target for source, _, target, _ in mine)
             old = self.buffers[index]
             moved = [tuple(move) for move in mine]

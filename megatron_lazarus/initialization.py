@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ from megatron_lazarus.config import (
 from megatron_lazarus.engine import LazarusEngine
 from megatron_lazarus.expert_state import ExpertState
 from megatron_lazarus.joining import elastic_from_environment, joins_coordinator, private_world
+from megatron_lazarus.moe.balanced_split import balanced_quotas
 from megatron_lazarus.moe.context import StepContext
+from megatron_lazarus.moe.dispatch import replica_quotas
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.optimizer import optimizer_kind, record_state_names
 from megatron_lazarus.moe.records import RecordBuffer, RecordLayout
@@ -63,9 +66,9 @@ def initialize(
 ) -> tuple[LazarusEngine, Any, Any, Any]:
     """Take ``deepspeed.initialize``'s arguments and return its four values, the engine being a LazarusEngine.
 
-    ``seed`` keys the random numbers of every (step, micro-batch). ``plan`` fixes the placement of experts; by
-    default it is planned from uniform loads. Raises ConfigError or ValueError, before any process group is made, for
-    what cannot work.
+    ``seed`` keys the random numbers of every (step, micro-batch). ``plan`` fixes the placement of experts for good; by
+    default it is planned from uniform loads, and changed when loads change. Raises ConfigError or ValueError, before
+    any process group is made, for what cannot work.
     """
     if model is None:
         raise ConfigError("megatron_lazarus.initialize requires a model")
@@ -83,6 +86,8 @@ def initialize(
     sizes = batch_sizes(ds_config, world_size)
     if joins and "train_batch_size" not in ds_config:
         raise ConfigError('"train_batch_size" is missing; a run whose ranks come and go needs a fixed global batch')
+    if plan is not None:
+        section = replace(section, experts=replace(section.experts, rebalance_interval=None))
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     for layer in layers:
         if not joins:
@@ -138,7 +143,17 @@ def initialize(
         buffers = [RecordBuffer(layout, (), ds_engine.device) for layout in layouts]
     engine = LazarusEngine(
         ds_engine,
-        experts=ExpertState(layers, buffers, plan, StepContext(), rank, ds_engine.basic_optimizer),
+        experts=ExpertState(
+            layers,
+            buffers,
+            plan,
+            StepContext(),
+            rank,
+            ds_engine.basic_optimizer,
+            quotas=balanced_quotas if section.experts.split == "balanced" else replica_quotas,
+            # Loads of the interval before the last one weigh next to nothing.
+            load_steps=(section.experts.rebalance_interval or 150) // 3,
+        ),
         sizes=sizes,
         config=section,
         gradient_clipping=float(ds_config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)),

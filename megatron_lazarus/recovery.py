@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lazarus import dense_state
-from megatron_lazarus.elastic.membership import Generation, GenerationBroken, JobEnded, Membership
+from megatron_lazarus.elastic.membership import Generation, GenerationBroken, JobEnded, Membership, NodeDrained
 from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error, use_interface
 from megatron_lazarus.expert_state import lost_records
 from megatron_lazarus.handshake import Report
@@ -39,13 +39,6 @@ PUBLISH_LIMIT_S = 30.0
 """How long the coordinator may take to say whether a checkpoint may be published."""
 
 Outcome = TypeVar("Outcome")
-
-
-class NodeDrained(SystemExit):
-    """This node has handed over what only it held and has left the job; the script ends with status 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
 
 class Elastic:
@@ -97,6 +90,7 @@ class Elastic:
         engine._checkpoint.may_publish = lambda: self.membership.may_publish(self._generation.number, PUBLISH_LIMIT_S)
         if threading.current_thread() is threading.main_thread():
             self.membership.drain_on_signals()
+        engine.rebalancer.report = self.membership.event
         engine.protocol.wants_change = lambda: bool(self.membership.pending)
         if dist.is_initialized():
             # The private world in which the engine was built.
@@ -172,6 +166,7 @@ class Elastic:
         clock.lap("plan")
         engine.experts.change_plan(plan, generation.rank, held)
         engine.settle()
+        engine.rebalancer.settled(engine.global_steps)
         watch = StragglerReports(self.membership.event, generation.nodes, generation.rank_nodes, engine.experts)
         engine.protocol.observe_waits = watch if generation.rank == 0 else lambda waited: None
         clock.lap("migrate")
@@ -275,7 +270,7 @@ class Elastic:
             self._finished_elsewhere = None
             self._in_step = between_steps
             if between_steps:
-                self._change_world()
+                self._before_step()
             started = time.monotonic()
             try:
                 result = attempt()
@@ -313,6 +308,18 @@ class Elastic:
             self.membership.event(
                 "working", steps=steps, first=first, seconds=round(seconds, 4), **self.goodput.to_json()
             )
+
+    def _before_step(self) -> None:
+        """Change the world where that is due, and the places of experts."""
+        self._change_world()
+        rebalancer = self._engine.rebalancer
+        while rebalancer.due(self._engine.global_steps):
+            try:
+                rebalancer.run(self._engine.global_steps)
+            except Exception as error:
+                # Whoever is left has places planned anew.
+                self._enter(self._next(error), type(error).__name__)
+                self._change_world()
 
     def _change_world(self) -> None:
         """Between two steps, where it is due: admit who waits, let go who leaves.

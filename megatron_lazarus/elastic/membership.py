@@ -80,6 +80,13 @@ class GenerationBroken(RuntimeError):
     """Another member has failed, or has not finished: go on with ``next_generation``."""
 
 
+class NodeDrained(SystemExit):
+    """This node has handed over what only it held and has left the job; the script ends with status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 class JobEnded(RuntimeError):
     """The coordinator has ended the job; ``result`` is its completion marker."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,15 @@ class Communicator:
         self.observe(True)
         yield
         self.observe(False)
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which waits for other ranks, marked as that."""
+
+        def waits(*arguments: Any, **options: Any) -> Any:
+            with self.waiting():
+                return function(*arguments, **options)
+
+        return waits
 
     def gather_counts(self, counts: Tensor, world_size: int) -> npt.NDArray[np.int64]:
         """``counts`` [n] of every rank, on the host, as [ranks, n]."""

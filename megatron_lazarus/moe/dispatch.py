@@ -1,11 +1,13 @@
 """Which token goes to which replica, decided alike on every rank, and the uneven all-to-all that takes it there.
 
 The split follows Lazarus' Algorithm 1 (arXiv 2407.04656, section 4.2) in integers: every replica of an expert gets an
-equal quota of its tokens, and a token stays on its own rank, or at least its own node, where quotas allow.
+equal quota of its tokens, or what another rule gives it, and a token stays on its own rank, or at least its own node,
+where quotas allow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,9 @@ import torch
 from megatron_lazarus.moe.communication import Communicator
 
 IntArray = npt.NDArray[np.int64]
+
+Quotas = Callable[[IntArray, IntArray], IntArray]
+"""(tokens [experts], replicas [experts, ranks]) -> tokens that each rank takes of each expert [experts, ranks]."""
 
 
 def replica_quotas(tokens: IntArray, replicas: IntArray) -> IntArray:
@@ -74,16 +79,19 @@ class DispatchPlan:
     receive: IntArray
 
 
-def plan_dispatch(tokens: IntArray, replicas: IntArray, rank: int, rank_nodes: IntArray) -> DispatchPlan:
+def plan_dispatch(
+    tokens: IntArray, replicas: IntArray, rank: int, rank_nodes: IntArray, quotas: Quotas = replica_quotas
+) -> DispatchPlan:
     """Split the tokens of all ranks over the replicas and return ``rank``'s part of it.
 
     ``tokens`` [experts, ranks] counts what each rank routed to each expert, ``replicas`` [experts, ranks] its
     replicas, ``rank_nodes`` [ranks] each rank's node. Every rank computes the same split from the same counts.
+    ``quotas`` is the rule by which replicas share an expert's tokens.
     Sum over ranks j of ``send[j, e]`` is ``tokens[e, rank]``; sum over i of ``receive[i, e]`` is the quota of this
-    rank's replicas, which differ by at most one token between two replicas of an expert.
+    rank's replicas; by the default rule these differ by at most one token between two replicas of an expert.
     """
     experts, world = tokens.shape
-    quota = replica_quotas(tokens.sum(axis=1), replicas)
+    quota = quotas(tokens.sum(axis=1), replicas)
     local = np.minimum(tokens, quota)
     supply, demand = tokens - local, quota - local
     send = np.zeros((experts, world), dtype=np.int64)

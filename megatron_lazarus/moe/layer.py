@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from megatron_lazarus.moe.communication import Communicator
 from megatron_lazarus.moe.context import StepContext
-from megatron_lazarus.moe.dispatch import Dispatch, IntArray, plan_dispatch
+from megatron_lazarus.moe.dispatch import Dispatch, IntArray, Quotas, plan_dispatch, replica_quotas
+from megatron_lazarus.moe.expert_clock import ExpertClock
 from megatron_lazarus.moe.experts import Experts
 from megatron_lazarus.moe.gating import Gate, GateSettings
 
@@ -90,6 +91,8 @@ class MoELayer(nn.Module):
         self.load = np.zeros(num_experts, dtype=np.int64)
         self.tokens_in_last_forward = 0
         self.bind_context(StepContext())
+        self.quotas: Quotas = replica_quotas
+        self.clock = ExpertClock()
         self._replicas: IntArray = np.ones((num_experts, 1), dtype=np.int64)
         self._rank, self._rank_nodes, self._peers = 0, np.zeros(1, dtype=np.int64), Communicator()
 
@@ -148,9 +151,11 @@ class MoELayer(nn.Module):
         per_expert = all_counts[1:]
         if self.context.phase == "forward" and self.training:
             self.load += per_expert.sum(axis=1)
-        plan = plan_dispatch(per_expert, self._replicas, self._rank, self._rank_nodes)
+        plan = plan_dispatch(per_expert, self._replicas, self._rank, self._rank_nodes, self.quotas)
         dispatch = Dispatch(plan, kept, self.k, self._peers)
-        rows = self.experts(dispatch.scatter(tokens), dispatch.tokens_per_expert)
+        arrived = dispatch.scatter(tokens)
+        with self.clock.running(arrived):
+            rows = self.experts(arrived, dispatch.tokens_per_expert)
         results = dispatch.gather(rows, tokens.shape[0])
         return (results * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 

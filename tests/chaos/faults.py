@@ -98,6 +98,7 @@ def places(engine: Any) -> dict[str, tuple[Any, str]]:
         "before-experts-step": (engine.experts, "commit"),
         "before-dense-step": (engine.deepspeed_engine, "step"),
         "after-step": (engine.experts, "clear_step"),
+        "rebalance": (engine.rebalancer, "run"),
         "migration": (engine.experts, "change_plan"),
         "second-layer": (engine.experts.layers[1].experts, "bind"),
         "moved": (engine.experts, "_bind"),

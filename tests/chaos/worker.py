@@ -20,6 +20,7 @@ import torch
 
 from megatron_lazarus.joining import private_world
 from tests.chaos.faults import Faults, faults_while_joining
+from tests.distributed.drifting import force, moving
 from tests.distributed.runs import Run, build
 from tests.distributed.tiny import CLASSES, batch
 
@@ -50,6 +51,7 @@ class Worker:
         self.save_every = options.pop("save_every", 0)
         self.eval_every = options.pop("eval_every", 0)
         self.surprise = options.pop("surprise", -1)
+        hot = options.pop("hot_expert", False)
         self.measure = options.pop("measure", False)
         options["dtype"] = getattr(torch, options.get("dtype", "float64"))
         self.ledger = (log_dir / f"ledger-{os.getpid()}.jsonl").open("a")
@@ -57,6 +59,8 @@ class Worker:
         faults_while_joining(text)
         self.engine, self.samples = build(0, 1, Run(**options))
         self.samples.samples = _Recorder(self)
+        if hot:
+            force(self.engine, moving(options["experts"], self.steps))
         self.faults = Faults(text, self.engine)
 
     @property
@@ -136,6 +140,8 @@ def main(log_dir: Path, options: dict[str, Any]) -> None:
 def reference(log_dir: Path, options: dict[str, Any]) -> None:
     """The undisturbed run, in a world of one; its ledger is the measure of all others."""
     options = {**options, "pause_s": 0.0, "save_every": 0, "measure": False}
-    options["section"] = {**options.get("section", {}), "elastic": {"enabled": False}}
+    section = options.get("section", {})
+    experts = {**section.get("experts", {}), "slots_per_rank": None}
+    options["section"] = {**section, "experts": experts, "elastic": {"enabled": False}}
     private_world()
     main(log_dir, options)

@@ -1,0 +1,84 @@
+"""Experts follow the load while training runs, and the training does not notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.drifting import force, least_unevenness, moving, on_two, unevenness
+from tests.distributed.pool import Pools
+from tests.distributed.runs import Run, assert_replicas_equal, build, relative, train
+
+pytestmark = pytest.mark.distributed
+
+EXPERTS = 8
+ADAPTIVE = {"experts": {"slots_per_rank": 5, "min_replicas": 1, "rebalance_interval": 20, "rebalance_min_gain": 0.0}}
+
+
+def drifting_run(rank: int, world: int, run: Run, pattern: str, adaptive: bool) -> dict[str, Any]:
+    section = {"experts": {**ADAPTIVE["experts"], **run.section.get("experts", {})}}
+    if not adaptive:
+        section["experts"]["rebalance_interval"] = None
+    engine, ledger = build(rank, world, Run(**{**vars(run), "section": section}))
+    measure = least_unevenness if section["experts"].get("split") == "balanced" else unevenness
+    shares = moving(EXPERTS, 60) if pattern == "moving" else on_two(EXPERTS)
+    force(engine, shares)
+    for layer in engine.experts.layers:
+        # A tiny model's experts take no time worth saving, and times vary: here a token takes 3 x 10 ms.
+        layer.clock.take = lambda: (0.01, 1)
+    told: list[dict[str, Any]] = []
+    engine.rebalancer.report = lambda kind, **fields: told.append({"kind": kind, **fields})
+    losses, uneven = [], []
+    for _ in range(run.steps):
+        losses += train(engine, ledger, run, 1).losses
+        uneven.append(measure(engine.plan, shares(engine.global_steps - 1)))
+    assert_replicas_equal(engine)
+    return {"losses": losses, "uneven": uneven, "told": told}
+
+
+@pytest.mark.parametrize(
+    ("world", "pattern", "steps", "split"),
+    [(2, "moving", 150, "quota"), (2, "on two", 60, "quota"), (4, "moving", 60, "balanced")],
+)
+def test_load_is_even_again_after_every_drift(workers: Pools, world: int, pattern: str, steps: int, split: str) -> None:
+    section = {"experts": {"split": split, "min_replicas": world // 2}}
+    run = Run(experts=EXPERTS, k=1, micro_batches=2, steps=steps, lengths=(30,), section=section)
+    static = workers(world)(drifting_run, run, pattern, False, timeout=120)[0]
+    moved = workers(world)(drifting_run, run, pattern, True, timeout=120)
+    assert relative(moved[0]["losses"], static["losses"]) < 1e-9
+    # Two looks after a drift the new load is most of what is remembered.
+    late = [step for step in range(steps) if step % 60 >= 41]
+    even, uneven = (sum(run["uneven"][step] for step in late) / len(late) for run in (moved[0], static))
+    print(f"{pattern}, {world} ranks, {split}: busiest rank / mean {even:.3f} adaptive, {uneven:.3f} static")
+    assert max(moved[0]["uneven"][step] for step in late) <= 1.10
+    assert uneven > 1.15
+    looks = [entry for entry in moved[0]["told"] if entry["kind"] == "rebalance"]
+    assert len(looks) == (steps - 1) // 20
+    adopted = [look for look in looks if look["adopted"]]
+    assert 1 <= len(adopted) < len(looks)
+    assert all("s wanted" in look["why"] for look in looks)
+    assert any(look["observed_s"] is not None for look in looks)
+    loads = [entry for entry in moved[0]["told"] if entry["kind"] == "load"]
+    assert {entry["layer"] for entry in loads} == {0, 1}
+    # 2 micro-batches of 2 x 30 tokens.
+    assert all(abs(sum(entry["tokens"]) - 120) <= EXPERTS for entry in loads)
+    assert not moved[1]["told"]
+
+
+def float32_runs(rank: int, world: int) -> list[list[float]]:
+    import torch
+
+    run = Run(experts=EXPERTS, k=2, micro_batches=5, steps=45, dtype=torch.float32, lengths=(30,))
+    balanced = Run(**{**vars(run), "section": {"experts": {"split": "balanced"}}})
+    return [
+        drifting_run(rank, world, one, "moving", adaptive)["losses"]
+        for one, adaptive in ((run, False), (run, True), (balanced, True))
+    ]
+
+
+def test_float32_trajectory_and_the_balanced_split(workers: Pools) -> None:
+    """With two choices a token, an odd number of micro-batches, and 4 ranks."""
+    static, moved, balanced = workers(4)(float32_runs, timeout=120)[0]
+    assert relative(moved, static) < 1e-4
+    assert relative(balanced, static) < 1e-4
