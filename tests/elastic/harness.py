@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from megatron_lazarus.elastic.agent import die_with
+from megatron_lazarus.elastic.processes import die_with
 from megatron_lazarus.elastic.settings import ElasticConfig
 from tests.distributed.launch import REPOSITORY, TAG, free_port, kill_tagged, tagged
 
@@ -98,11 +98,14 @@ class LocalJob:
         while time.monotonic() < deadline:
             if (result := found()) is not None:
                 return result
-            if self.coordinator.poll() is not None and (result := found()) is None:
-                raise AssertionError(f"{what}: the coordinator has ended\n{self.logs()}")
+            if self._is_over() and (result := found()) is None:
+                raise AssertionError(f"{what}: the job has ended\n{self.logs()}")
             time.sleep(0.02)
         self.dump_stacks()
         raise AssertionError(f"{what} within {limit:g} s\n{self.logs()}")
+
+    def _is_over(self) -> bool:
+        return all(process.poll() is not None for process in (self.coordinator, *self.agents.values()))
 
     def dump_stacks(self) -> None:
         for process in tagged(self.tag):

@@ -45,7 +45,7 @@ class World:
     def arrive(self, *names: str) -> None:
         for name in names:
             node = self.job.add_node(name, f"{name}@{self.now}", 1)
-            node.agent = Recorder()  # type: ignore[assignment]
+            node.agent, node.agent_heard = Recorder(), self.now  # type: ignore[assignment]
             worker = Worker(node, 0, Recorder(), self.now, since=self.now)  # type: ignore[arg-type]
             node.workers[0] = worker
             self.workers[name] = worker
@@ -68,7 +68,7 @@ class World:
         self.now += seconds
         for name, worker in self.workers.items():
             if name not in silent:
-                worker.heard = self.now
+                worker.heard = worker.node.agent_heard = self.now
         self.job.tick()
 
     @property
