@@ -157,6 +157,9 @@ class Coordinator:
             self.job.event("refused", address=address, why=f"{type(error).__name__}: {why}")
         except ConnectionError as error:
             logger.info("lost %s: %s", address, error)
+        except asyncio.CancelledError:
+            # This coordinator ends; asyncio would report it as an error of the connection.
+            logger.info("closed the connection of %s", address)
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -188,15 +191,15 @@ class Coordinator:
         return self.job.add_node(name, incarnation, size)
 
     async def _serve_worker(self, channel: Channel, hello: Message) -> None:
-        await self._ruling.wait()
         node, local_rank = self._node_of(hello), int(hello["local_rank"])
         if not 0 <= local_rank < node.local_size or local_rank in node.workers:
             raise Refused(f"node {node.name} has its worker {local_rank} already, or no room for it")
-        self._compare(node, dict(hello["check"]))
         worker = Worker(node, local_rank, channel, time.monotonic(), since=time.monotonic())
         worker.step = int(hello.get("step", -1))
         node.workers[local_rank] = worker
         channel.send({"welcome": self.job.config.to_json(), "host": self._host, "term": self._ruling.reign.term})
+        await self._ruling.wait()
+        self._compare(node, dict(hello["check"]))
         if node.state == "member":
             self.job.came_back(worker, int(hello["generation"]), int(hello["built"]))
         why = "closed its connection"

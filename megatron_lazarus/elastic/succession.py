@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 ASK_LIMIT_S = 1.0
 """How long another agent may take to answer."""
+
+PATIENCE_S = 2.0
+"""How long who has given a vote leaves the candidate time to become a coordinator before another one is considered."""
 
 STAGGER_S, LONGEST_STAGGER_S = 0.2, 2.0
 """Candidates stand one after another, in the charter's order, so that votes are not split."""
@@ -54,6 +58,8 @@ class Succession:
         self.is_over = False
         self._announced: Ruler | None = None
         self._avoided: Ruler | None = None
+        self._hosted: Ruler | None = None
+        self._patient_until = 0.0
         self._dead: set[str] = set()
         self._lease: SharedLease | None = None
         self._listener: socket.socket | None = None
@@ -110,8 +116,10 @@ class Succession:
     def _answer(self, request: Message) -> Message:
         granted = False
         if request["do"] == "vote":
-            granted = self.ballot.grant(request, self._orphaned())
+            free = not self._is_patient or request["candidate"] == self.ballot.voted_for
+            granted = self.ballot.grant(request, free and self._orphaned())
             if granted and not request["trial"]:
+                self._patient_until = time.monotonic() + PATIENCE_S
                 logger.warning("node %s: votes for %s in term %d", self.node, request["candidate"], request["term"])
         elif request["do"] == "announce":
             self._announced = (int(request["term"]), str(request["address"]))
@@ -127,8 +135,15 @@ class Succession:
         if not self.ballot.follow(term):
             return False
         self.followed = (term, address)
-        self._lease = None
+        self._lease, self._patient_until = None, 0.0
+        if self.coordinator is not None and self._hosted != self.followed and self.coordinator.returncode is None:
+            # Its term is over.
+            self.coordinator.kill()
         return True
+
+    @property
+    def _is_patient(self) -> bool:
+        return time.monotonic() < self._patient_until and self.ballot.voted_for not in self._dead
 
     @property
     def was_announced(self) -> bool:
@@ -175,7 +190,7 @@ class Succession:
             return self._announced
         if charter is None:
             return None
-        candidate = charter.lists(self.ballot.incarnation)
+        candidate = charter.lists(self.ballot.incarnation) and not self._is_patient
         votes = await self._ask(self.ballot.request(trial=True) if candidate else {"do": "who"})
         if self.was_announced or not candidate:
             return self._announced if self.was_announced else None
@@ -258,7 +273,7 @@ class Succession:
             self.coordinator = await self.spawn(options, listener.fileno())
         finally:
             listener.close()
-        ruler = (term, f"{host}:{port}")
+        self._hosted = ruler = (term, f"{host}:{port}")
         logger.warning("node %s: hosts the coordinator of term %d at %s", self.node, *ruler)
         for voter in charter.everybody.values():
             if voter.incarnation != self.ballot.incarnation:

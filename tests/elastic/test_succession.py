@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_lazarus.elastic.settings import EXIT_DEPOSED
-from tests.elastic.harness import START_LIMIT_S, LocalJob, local_job
+from tests.elastic.harness import LocalJob, local_job
 from tests.elastic.test_jobs import completed, failures, working
 
 pytestmark = pytest.mark.distributed
