@@ -46,7 +46,14 @@ from megatron_lazarus.elastic.place import (
     wait_for_sibling,
 )
 from megatron_lazarus.elastic.processes import die_with
-from megatron_lazarus.elastic.run_command import COORDINATOR, RUN_FILE, conclude, describe_result, read_json, start_service
+from megatron_lazarus.elastic.run_command import (
+    COORDINATOR,
+    RUN_FILE,
+    conclude,
+    describe_result,
+    read_json,
+    start_service,
+)
 from megatron_lazarus.elastic.settings import HANDSHAKE_TIMEOUT_S, SHUTDOWN_LIMIT_S, ElasticConfig
 
 logger = logging.getLogger(__name__)

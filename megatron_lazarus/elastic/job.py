@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
+from megatron_lazarus.elastic.admission import Admission
 from megatron_lazarus.elastic.election import Charter, Voters
 from megatron_lazarus.elastic.journal import Journal
 from megatron_lazarus.elastic.messages import Message
@@ -20,7 +21,6 @@ from megatron_lazarus.elastic.roster import (
     Quarantine,
     Repeats,
     Worker,
-    begin_same_step,
     dismiss,
     natural,
     tell_end,
@@ -62,9 +62,8 @@ class Job:
         self.phase_since = clock()
         self.check: Message | None = None
         self._propose = propose or (lambda generation, voters: self.established())
-        self._timeouts = Timeouts(self, clock)
+        self._timeouts, self._admission = Timeouts(self, clock), Admission(self, clock)
         self._store: tuple[int, object] | None = None
-        self._short_since: float | None = None
         self._failures: list[Failure] = []
         self._repeats = Repeats()
         self._seconds: dict[str, float] = {}
@@ -98,14 +97,6 @@ class Job:
     def _all_there(self) -> bool:
         """Whether every member's workers have come; only where another coordinator was before can some be missing."""
         return all(len(node.workers) == node.local_size for node in self.living())
-
-    def waiting(self) -> list[Node]:
-        """Nodes in the lobby, all of whose workers ask to join, as many as the job has room for."""
-        ready = sorted((node for node in self.nodes.values() if node.state == "waiting"), key=lambda n: natural(n.name))
-        if self.config.max_nodes is None:
-            return ready
-        staying = [node for node in self.living() if node.drain_deadline is None]
-        return ready[: max(0, self.config.max_nodes - len(staying))]
 
     def add_node(self, name: str, incarnation: str, local_size: int) -> Node:
         """A newcomer; it takes the place of an earlier incarnation that is dead or has left."""
@@ -282,7 +273,7 @@ class Job:
         now = self._clock()
         draining = {n.name: round(n.drain_deadline - now, 3) for n in self.living() if n.drain_deadline is not None}
         short = len(self.living()) < self.config.min_nodes
-        return {"join": [node.name for node in self.waiting()], "drain": draining, "short": short}
+        return {"join": [node.name for node in self._admission.waiting()], "drain": draining, "short": short}
 
     def announce(self) -> None:
         if self.phase in ("building", "live"):
@@ -297,58 +288,17 @@ class Job:
             return
         if self._formed is not None or not self._all_there():
             return
-        survivors, config = self.living(), self.config
-        workers = [worker for worker in workers_of(survivors) if not worker.left]
+        workers = [worker for worker in workers_of(self.living()) if not worker.left]
         if workers and all(worker.finished for worker in workers):
             self.end("completed", "", workers[0].request)
-            return
-        if not all(worker.asks_generation for worker in workers):
-            return
-        waiting = self.waiting()
-        coming = [node for node in self.nodes.values() if node.state in ("starting", "waiting")]
-        short, least = len(survivors) < config.min_nodes, config.min_nodes if self.generation else config.wanted_nodes
-        unbroken = self.phase in ("building", "live")
-        if unbroken and survivors and not short:
-            # Members agree on whom they admit; one that was called back from its finish admits nobody.
-            wanted = set.intersection(*(set((worker.request or {}).get("admit", ())) for worker in workers))
-            admitted, reason = [node for node in waiting if node.name in wanted], "change"
-        elif not short:
-            admitted, reason = [], "failure"
-        elif survivors and not begin_same_step(workers):
-            # A newcomer begins with a step: what else is in progress is completed first, by however few.
-            admitted, reason, least = [], "failure", 1
-        else:
-            admitted, reason = waiting, "start" if not self.generation else "change" if unbroken else "failure"
-        if len(survivors) + len(admitted) >= least:
-            self._form(survivors, admitted, reason)
-        elif self.generation and not survivors and not coming:
-            drained = all(node.state == "left" for node in self.members)
-            self.end("drained" if drained else "failed", "all nodes have left" if drained else "no node is left")
-        elif self.nodes and not survivors and not coming and not self.generation:
-            self.end("failed", "every node failed before the start")
-        else:
-            self._wait_for_nodes(survivors, admitted, reason)
+        elif all(worker.asks_generation for worker in workers):
+            self._admission.decide(workers)
 
-    def _wait_for_nodes(self, survivors: list[Node], admitted: list[Node], reason: str) -> None:
-        total, least = len(survivors) + len(admitted), self.config.min_nodes
-        if total < least and not self.generation:
-            # Before the start nothing is lost by waiting for nodes that are still in a queue.
-            self._short_since = None
-            return
-        if self._short_since is None:
-            self._short_since = self._clock()
-            self.event("short of nodes", nodes=total, min_nodes=least)
-        if self._clock() - self._short_since > self.config.join_window_s:
-            if total >= least:
-                self._form(survivors, admitted, reason)
-            else:
-                self.end("failed", f"{total} nodes are left, min_nodes is {least}")
-
-    def _form(self, survivors: list[Node], admitted: list[Node], reason: str) -> None:
+    def form(self, survivors: list[Node], admitted: list[Node], reason: str) -> bool:
+        """Form the next generation; False if that is not possible yet, or no more."""
         store = self._open_store()
         if store is None or (reason == "failure" and not self._count_failures()):
-            return
-        self._short_since = None
+            return False
         gathered = self._enter("building")
         self._seconds = {**self._seconds, "gather": round(gathered, 4)} if reason == "failure" else {}
         self.generation += 1
@@ -359,6 +309,7 @@ class Job:
         ranks = sum(len(node.present) for node in self.members)
         self.event("generation", reason=reason, nodes=[node.name for node in self.members], ranks=ranks)
         self._propose(self.generation, tuple(node.voter for node in self.members))
+        return True
 
     def established(self) -> None:
         """The generation that was formed begins: members learn their place in it."""
