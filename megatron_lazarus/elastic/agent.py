@@ -112,14 +112,15 @@ class Agent:
         coordinator, charter = self.succession.coordinator, self.succession.ballot.charter
         if coordinator is None or coordinator.returncode is not None:
             return
-        if self._result is not None and self._channel is not None:
-            # It waits until all agents are gone.
-            self._channel.close()
         others = charter is not None and charter.voters and not charter.lists(self._incarnation)
         if self._drain_until is not None and others:
             logger.warning("node %s: gives up the coordinator: others elect one", self.node)
             coordinator.kill()
-        await coordinator.wait()
+        ended = asyncio.ensure_future(coordinator.wait())
+        while not (await asyncio.wait([ended], timeout=_POLL_S))[0]:
+            if self._result is not None and self._channel is not None:
+                # It waits until all agents are gone.
+                self._channel.close()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -304,17 +305,17 @@ class Agent:
 
     async def _keep_coordinator(self) -> None:
         """Look after a coordinator to follow, until the job has its result."""
-        was_orphaned = False
+        turn: float | None = None
         while self._result is None:
             await asyncio.sleep(_POLL_S)
             if self._coordinator_closed and not self._coordinator_dead:
                 await self._look_for_it()
             if not self._orphaned() and not self.succession.was_announced:
-                was_orphaned = False
+                turn = None
                 continue
-            if not was_orphaned:
-                was_orphaned = True
-                await asyncio.sleep(self.succession.delay_s)
+            if turn is None:
+                turn = time.monotonic() + self.succession.delay_s
+            if time.monotonic() < turn and not self.succession.was_announced:
                 continue
             if found := await self.succession.attempt(self._config):
                 await self._try(found[1])
@@ -322,7 +323,7 @@ class Agent:
                 self.kill(f"the coordinator is gone; {hindrance}")
                 return
             else:
-                await asyncio.sleep(self.succession.delay_s / 2)
+                turn = time.monotonic() + self.succession.delay_s / 2
 
     async def _look_for_it(self) -> None:
         """The coordinator has closed the connection: has its process ended?"""

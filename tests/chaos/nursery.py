@@ -177,6 +177,8 @@ def _become(request: dict[str, Any]) -> None:
         os.dup2(output, 2)
         os.close(output)
         os.environ.update(request["environment"])
+        if path := os.environ.get("CHAOS_NETNS"):
+            _enter_network(path)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, (MARK + request["tag"]).encode())
         # Where the core pattern has them written, cores of torch are large.
         faulthandler.enable()
@@ -188,6 +190,13 @@ def _become(request: dict[str, Any]) -> None:
     except BaseException:
         traceback.print_exc()
     _leave(code)
+
+
+def _enter_network(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), f"setns to {path}")
+    os.close(descriptor)
 
 
 def _leave(code: int) -> None:
@@ -284,7 +293,7 @@ def _node(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     address, size = split_address(options.coordinator), int(options.nproc_per_node)
     agent: Any = Agent(options.node, [address], os.environ["LAZARUS_TOKEN"], size, [], Path(options.log_dir))
-    agent.succession.open("127.0.0.1")
+    agent.succession.open(os.environ.get("CHAOS_ADDRESS", "127.0.0.1"))
     pids = []
     for local_rank in range(size):
         parent, pid = os.getpid(), os.fork()
