@@ -197,33 +197,50 @@ class Succession:
         if config.lease_path is not None:
             return await self._take_lease(config, Path(config.lease_path))
         assert self.ballot.charter is not None
-        if not self.ballot.charter.elects(votes):
+        # Meanwhile this agent may have given its own vote.
+        if self._is_patient or not self.ballot.charter.elects(votes):
             return None
         request = self.ballot.request(trial=False)
+        self._patient_until = time.monotonic() + PATIENCE_S
         votes = await self._ask(request)
         # Votes were given for what the request says.
-        if self.ballot.charter.age != Charter.from_json(request["charter"]).age or self.ballot.term != request["term"]:
-            return None
-        return await self._start(config, request["term"], None) if self.ballot.charter.elects(votes) else None
+        same = self.ballot.charter.age == Charter.from_json(request["charter"]).age
+        if same and self.ballot.term == request["term"] and self.ballot.charter.elects(votes):
+            return await self._start(config, request["term"], None)
+        self._patient_until = 0.0
+        return None
 
     async def _ask(self, request: Message) -> set[str]:
-        """Ask all agents at once; returns who granted, this one included, and keeps what else they tell."""
+        """Ask all agents at once; returns who granted, this one included, as soon as they are enough."""
         assert self.ballot.charter is not None
-        others = {i: v for i, v in self.ballot.charter.everybody.items() if i != self.ballot.incarnation}
-        answers = await asyncio.gather(*(self._ask_one(voter, request) for voter in others.values()))
-        votes = {self.ballot.incarnation}
-        for incarnation, answer in zip(others, answers, strict=True):
-            if answer is None:
-                continue
-            if answer["granted"]:
-                votes.add(incarnation)
-            if answer["charter"] is not None:
-                self.ballot.hold(Charter.from_json(answer["charter"]))
-            if answer["followed"] is not None:
-                followed = (int(answer["followed"][0]), str(answer["followed"][1]))
-                if self._is_later(followed) and followed > (self._announced or (0, "")):
-                    self._announced = followed
+        asked = {
+            asyncio.ensure_future(self._ask_one(voter, request)): incarnation
+            for incarnation, voter in self.ballot.charter.everybody.items()
+            if incarnation != self.ballot.incarnation
+        }
+        votes, pending = {self.ballot.incarnation}, set(asked)
+        try:
+            # Those that are cut off do not answer; each may take its whole limit.
+            while pending and not (self.was_announced or self.ballot.charter.elects(votes)):
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                votes |= {asked[task] for task in done if self._learn(task.result())}
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
         return votes
+
+    def _learn(self, answer: Message | None) -> bool:
+        """Keep what another agent tells; returns whether it gives its vote."""
+        if answer is None:
+            return False
+        if answer["charter"] is not None:
+            self.ballot.hold(Charter.from_json(answer["charter"]))
+        if answer["followed"] is not None:
+            followed = (int(answer["followed"][0]), str(answer["followed"][1]))
+            if self._is_later(followed) and followed > (self._announced or (0, "")):
+                self._announced = followed
+        return bool(answer["granted"])
 
     async def _ask_one(self, voter: Voter, request: Message) -> Message | None:
         try:

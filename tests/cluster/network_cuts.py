@@ -35,7 +35,8 @@ BOUND = "eth0"
 @dataclass(frozen=True)
 class Cut:
     """``away``: the hosts that are cut off from the others. ``goes_on``: the hosts that must go on, all others fence
-    themselves. ``blip_s``: the network is healed after so long; None: never."""
+    themselves, or (``may_return``) come back in time for the coordinator that was elected meanwhile. ``blip_s``: the
+    network is healed after so long; None: never."""
 
     name: str
     hosts: int
@@ -45,6 +46,7 @@ class Cut:
     heartbeat_timeout_s: float = 3.0
     lease_s: float = 10.0
     blip_s: float | None = None
+    may_return: bool = False
 
 
 CUTS = (
@@ -54,7 +56,7 @@ CUTS = (
     Cut("2:2, the same from the other side", 4, 3, (0, 1), (2, 3)),
     Cut("3:2 for 6 s, limit 8 s", 5, 0, (3, 4), (0, 1, 2, 3, 4), 8.0, 20.0, 6.0),
     Cut("3:2 for 6 s, limit 3 s", 5, 0, (3, 4), (0, 1, 2), blip_s=6.0),
-    Cut("the same, coordinator with the 2", 5, 4, (3, 4), (0, 1, 2), blip_s=6.0),
+    Cut("the same, coordinator with the 2", 5, 4, (3, 4), (0, 1, 2), blip_s=6.0, may_return=True),
 )
 
 
@@ -118,7 +120,7 @@ def run(nursery: Nursery, cut: Cut, log_dir: Path) -> dict[str, Any]:
         if cut.blip_s is not None:
             time.sleep(cut.blip_s)
             net.heal()
-        seconds = job.wait_until_fenced(fenced, since)
+        seconds = {} if cut.may_return else job.wait_until_fenced(fenced, since)
         job.check(limit=LIMIT_S)
         return judge(job, cut, began, seconds)
 
@@ -130,7 +132,8 @@ def judge(job: CutJob, cut: Cut, began: float, seconds: Mapping[str, float]) -> 
     numbers = [event["generation"] for event in generations]
     assert numbers == sorted(set(numbers)), f"generations {numbers}"
     alive = sorted(f"n{host}" for host in cut.goes_on)
-    assert sorted(generations[-1]["nodes"]) == alive, generations[-1]
+    last = sorted(generations[-1]["nodes"])
+    assert last == alive or (cut.may_return and set(last) > set(alive)), generations[-1]
     published = list(publications(job.log_dir / "checkpoint"))
     assert published == sorted(published), f"checkpoints by time: {published}"
     # Two sides would both have committed something while they were apart.
@@ -142,7 +145,7 @@ def judge(job: CutJob, cut: Cut, began: float, seconds: Mapping[str, float]) -> 
     first = min((line["time"] for line in steps if line["generation"] == numbers[-1]), default=began)
     return {
         "cut": cut.name,
-        "goes on": " ".join(alive),
+        "goes on": " ".join(last),
         "after s": f"{first - began:.1f}",
         "fenced after s": " ".join(f"{node} {value:.1f}" for node, value in sorted(seconds.items())) or "nobody",
         "lease_s": f"{cut.lease_s:g}",

@@ -165,7 +165,9 @@ class LocalJob:
                 self.dump_stacks()
                 raise AssertionError(f"{name} has not ended within {limit:g} s\n{self.logs()}") from None
         assert [process.cmdline() for process in tagged(self.tag)] == []
-        return json.loads((self.log_dir / "result.json").read_text())
+        path = self.log_dir / "result.json"
+        assert path.exists(), f"the job has no result\n{self.logs()}"
+        return json.loads(path.read_text())
 
     def seconds_until_working(self, since: float, generation: int, limit: float = START_LIMIT_S) -> float:
         return float(self.wait_for("working", limit, generation=generation)["time"]) - since
