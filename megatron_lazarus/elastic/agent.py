@@ -65,6 +65,7 @@ class Agent:
         self._statuses: dict[int, str] = {}
         self.succession = Succession(node, self._incarnation, token, self._orphaned, log_dir)
         self._channel: Channel | None = None
+        self._former: list[Channel] = []
         self._config = ElasticConfig()
         self._contact = time.monotonic()
         self._received_at, self._beats = 0.0, 0
@@ -99,8 +100,8 @@ class Agent:
             for process in self._workers.values():
                 await process.wait()
             await self.succession.close()
-            if self._channel is not None:
-                self._channel.close()
+            for channel in filter(None, (self._channel, *self._former)):
+                channel.close()
         failed = {rank: status for rank, status in self._statuses.items() if status != "exit status 0"}
         if failed or len(self._statuses) < self.local_size:
             logger.error("node %s: %s", self.node, "; ".join(f"local rank {r}: {s}" for r, s in sorted(failed.items())))
@@ -168,9 +169,10 @@ class Agent:
         self._config, self._contact = ElasticConfig(**answer["welcome"]), time.monotonic()
         self._received_at, self._coordinator_closed, self._coordinator_dead = float(answer["at"]), False, False
         if before is not None:
-            # Should it still be there, it hears that its term is over.
+            # Should it still be there, it hears that its term is over. The connection stays: its end would tell that
+            # this agent has died.
             before.send(self._heartbeat())
-            before.close()
+            self._former.append(before)
         self._say(self._heartbeat())
         for local_rank, status in self._statuses.items():
             self._say({"do": "exit", "local_rank": local_rank, "status": status})

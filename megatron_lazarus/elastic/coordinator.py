@@ -268,7 +268,7 @@ class Coordinator:
         except (ProtocolError, KeyError, TypeError, ValueError) as error:
             why = f"sent what is no message: {type(error).__name__}: {error}"
         if channel.closed_by_peer:
-            self._ruling.reign.died(node.incarnation)
+            self._ruling.reign.died(node.incarnation, time.monotonic())
         await self._ruling.wait()
         node.agent = None
         self.job.fail_node(node, "died", f"its agent {why}")

@@ -2,8 +2,8 @@
 
 Agents may elect another coordinator when they have not heard of theirs for longer than ``election_timeout_s``. So it
 rules as long as, in every electorate, at most half of the agents can have lost it: those that have confirmed within
-the (shorter) heartbeat limit what it has sent them cannot, nor can those that are dead. What it does on the strength of
-a new charter must wait until so many agents have accepted that charter.
+the (shorter) heartbeat limit what it has sent them cannot, nor can those that have died within it. What it does on the
+strength of a new charter must wait until so many agents have accepted that charter.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class Reign:
         """The agent has received what was sent to it at that time, and had given its vote to nobody else."""
         self._confirmed[agent] = max(sent, self._confirmed.get(agent, -math.inf))
 
-    def died(self, agent: str) -> None:
-        """The agent's process has ended: it cannot vote. (One that is merely silent can.)"""
-        self._dead.add(agent)
+    def died(self, agent: str, now: float) -> None:
+        """The agent's process has ended. Only if it was sure to be with us until now, it has never voted otherwise."""
+        if now - self._confirmed.get(agent, -math.inf) <= self._limit_s:
+            self._dead.add(agent)
 
     def propose(self, generation: int, voters: Voters, check: dict[str, object] | None) -> Charter:
         """The charter of the next generation, to be sent to all agents."""

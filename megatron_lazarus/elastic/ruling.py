@@ -47,8 +47,6 @@ class Ruling:
         self._config = config
         self.reign = Reign(term, config.heartbeat_timeout_s, seed)
         self.dead = frozenset(dead)
-        for incarnation in self.dead:
-            self.reign.died(incarnation)
         self.charter = seed
         self._is_first = seed is None
         self._lease: SharedLease | None = None
