@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lazarus.config import ConfigError, LazarusConfig, load_config
-from megatron_lazarus.elastic.agent import START_LIMIT_S, Agent, die_with
+from megatron_lazarus.elastic.agent import START_LIMIT_S, Agent
 from megatron_lazarus.elastic.follower import Follower
-from megatron_lazarus.elastic.journal import JOB_FILE, RESULT_FILE, write_json
+from megatron_lazarus.elastic.journal import ENDED_WELL, JOB_FILE, RESULT_FILE, write_json
 from megatron_lazarus.elastic.messages import BlockingChannel
 from megatron_lazarus.elastic.place import (
     Place,
@@ -45,7 +45,15 @@ from megatron_lazarus.elastic.place import (
     sibling,
     wait_for_sibling,
 )
-from megatron_lazarus.elastic.run_command import COORDINATOR, RUN_FILE, describe_result, read_json, start_service
+from megatron_lazarus.elastic.processes import die_with
+from megatron_lazarus.elastic.run_command import (
+    COORDINATOR,
+    RUN_FILE,
+    conclude,
+    describe_result,
+    read_json,
+    start_service,
+)
 from megatron_lazarus.elastic.settings import HANDSHAKE_TIMEOUT_S, SHUTDOWN_LIMIT_S, ElasticConfig
 
 logger = logging.getLogger(__name__)
@@ -205,14 +213,10 @@ class _Launch:
             coordinator.kill()
             code = coordinator.wait()
             follower.stop()
-        result = read_json(self._log_dir / RESULT_FILE)
-        if result is None:
-            reason = f"the coordinator ended with status {code} and without a result; see coordinator.log"
-            result = {"status": "failed", "reason": reason, "generation": 0, "step": -1, "failures": [], "value": None}
-            write_json(self._log_dir / RESULT_FILE, result)
-        completed = result["status"] == "completed"
-        print(f"lazarus: {describe_result(result)}", file=sys.stdout if completed else sys.stderr)
-        return int(not completed)
+        result = conclude(self._log_dir, code)
+        well = result["status"] in ENDED_WELL
+        print(f"lazarus: {describe_result(result)}", file=sys.stdout if well else sys.stderr)
+        return int(not well)
 
     def _shared_token(self) -> str:
         """The job's, from the environment or from the file that the coordinator writes. Raises TimeoutError."""
@@ -269,7 +273,9 @@ class _Launch:
                     # The agent's own handler of it would ask for the departure of a node that is gone.
                     loop.add_signal_handler(signal.SIGTERM, stop)
                 await asyncio.sleep(_POLL_S)
-            await asyncio.wait([node], timeout=SHUTDOWN_LIMIT_S)
+            # Without a result the job goes on under another coordinator.
+            ended = read_json(self._log_dir / RESULT_FILE) is not None
+            await asyncio.wait([node], timeout=SHUTDOWN_LIMIT_S if ended else None)
         finally:
             node.cancel()
             watch.cancel()

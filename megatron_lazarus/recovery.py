@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lazarus import dense_state
+from megatron_lazarus.elastic.journal import ENDED_WELL
 from megatron_lazarus.elastic.membership import Generation, GenerationBroken, JobEnded, Membership, NodeDrained
 from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error, use_interface
 from megatron_lazarus.expert_state import lost_records
@@ -98,7 +99,7 @@ class Elastic:
         try:
             generation = self.membership.join(REGROUP_LIMIT_S)
         except JobEnded as ended:
-            if ended.result["status"] != "completed":
+            if ended.result["status"] not in ENDED_WELL:
                 raise
             # A spare node that was not needed has not failed.
             logger.info("%s", ended)

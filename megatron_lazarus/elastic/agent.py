@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import resource
@@ -18,24 +17,33 @@ import sys
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_lazarus.elastic.election import Charter
+from megatron_lazarus.elastic.journal import ENDED_WELL, RESULT_FILE, write_json
 from megatron_lazarus.elastic.messages import Channel, Message, split_address
+from megatron_lazarus.elastic.processes import describe_exit, kill_group, start_process
+from megatron_lazarus.elastic.reign import election_timeout_s
 from megatron_lazarus.elastic.settings import (
-    EXIT_MEANINGS,
     HANDSHAKE_TIMEOUT_S,
     RESOLVER_OPTIONS,
     SHUTDOWN_LIMIT_S,
     ElasticConfig,
 )
+from megatron_lazarus.elastic.succession import Succession
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
 
 START_LIMIT_S = 120.0
 """How long the agent tries to reach the coordinator."""
 
-_PR_SET_PDEATHSIG = 1
+
+class RefusedHere(ConnectionError):
+    """The coordinator does not want this node."""
 
 
 class Agent:
@@ -55,12 +63,18 @@ class Agent:
         self._incarnation = uuid.uuid4().hex
         self._workers: dict[int, asyncio.subprocess.Process] = {}
         self._statuses: dict[int, str] = {}
+        self.succession = Succession(node, self._incarnation, token, self._orphaned, log_dir)
         self._channel: Channel | None = None
+        self._former: list[Channel] = []
         self._config = ElasticConfig()
         self._contact = time.monotonic()
+        self._received_at, self._beats = 0.0, 0
+        self._coordinator_closed = self._coordinator_dead = False
+        self._member_of = 0
+        self._drain_until: float | None = None
         self._killed = ""
         self._over = asyncio.Event()
-        self._completed: bool | None = None
+        self._result: Message | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -70,12 +84,14 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             loop.add_signal_handler(number, self._drain)
         try:
+            await self.succession.serve()
             for local_rank in range(self.local_size):
                 self._workers[local_rank] = await self._start(local_rank)
                 self._spawn(self._watch(local_rank))
-            self._spawn(self._listen())
             self._spawn(self._beat())
+            self._spawn(self._keep_coordinator())
             await self._over.wait()
+            await self._host_on()
         finally:
             self.kill("the agent ends")
             for task in self._tasks:
@@ -83,13 +99,29 @@ class Agent:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             for process in self._workers.values():
                 await process.wait()
-            if self._channel is not None:
-                self._channel.close()
+            await self.succession.close()
+            for channel in filter(None, (self._channel, *self._former)):
+                channel.close()
         failed = {rank: status for rank, status in self._statuses.items() if status != "exit status 0"}
         if failed or len(self._statuses) < self.local_size:
             logger.error("node %s: %s", self.node, "; ".join(f"local rank {r}: {s}" for r, s in sorted(failed.items())))
             return 1
         return 0
+
+    async def _host_on(self) -> None:
+        """A coordinator on this host outlives the node's workers, unless the host is to be given back."""
+        coordinator, charter = self.succession.coordinator, self.succession.ballot.charter
+        if coordinator is None or coordinator.returncode is not None:
+            return
+        others = charter is not None and charter.voters and not charter.lists(self._incarnation)
+        if self._drain_until is not None and others:
+            logger.warning("node %s: gives up the coordinator: others elect one", self.node)
+            coordinator.kill()
+        ended = asyncio.ensure_future(coordinator.wait())
+        while not (await asyncio.wait([ended], timeout=_POLL_S))[0]:
+            if self._result is not None and self._channel is not None:
+                # It waits until all agents are gone.
+                self._channel.close()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -108,20 +140,45 @@ class Agent:
             host, port = self._coordinators[attempt % len(self._coordinators)]
             attempt += 1
             try:
-                channel = await Channel.connect(host, port, self._token, HANDSHAKE_TIMEOUT_S)
-                break
+                await self._turn_to(f"{host}:{port}", HANDSHAKE_TIMEOUT_S)
+                return
             except (OSError, asyncio.TimeoutError) as error:
-                if time.monotonic() > deadline:
-                    raise ConnectionError(f"node {self.node}: no coordinator at {host}:{port}: {error}") from error
+                if time.monotonic() > deadline or isinstance(error, RefusedHere):
+                    why = f"node {self.node}: no coordinator at {host}:{port}: {error}"
+                    raise ConnectionError(why) from error
                 await asyncio.sleep(0.1)
-        place = {"node": self.node, "incarnation": self._incarnation, "local_size": self.local_size}
-        channel.send({"role": "agent", **place, "pid": os.getpid()})
-        answer = await asyncio.wait_for(channel.receive(), HANDSHAKE_TIMEOUT_S)
-        if answer is None or "refused" in answer:
+
+    async def _turn_to(self, address: str, limit_s: float) -> None:
+        """Follow the coordinator at that address from now on. Raises OSError, TimeoutError or RefusedHere."""
+        channel = await Channel.connect(*split_address(address), self._token, limit_s)
+        try:
+            self.succession.open(channel.local_address)
+            place = {"node": self.node, "incarnation": self._incarnation, "local_size": self.local_size}
+            contact = {"port": self.succession.port, "generation": self._member_of}
+            channel.send({"role": "agent", **place, **contact, "pid": os.getpid()})
+            answer = await asyncio.wait_for(channel.receive(), limit_s)
+            if answer is None or "refused" in answer:
+                why = (answer or {}).get("refused", "it closed the connection (another job's token?)")
+                raise RefusedHere(f"refused: {why}")
+            if not self.succession.follow(int(answer["term"]), address):
+                raise ConnectionError(f"it is of term {answer['term']}, before {self.succession.ballot.term}")
+        except BaseException:
             channel.close()
-            why = (answer or {}).get("refused", "it closed the connection (another job's token?)")
-            raise ConnectionError(f"node {self.node}: refused by the coordinator at {host}:{port}: {why}")
-        self._config, self._channel, self._contact = ElasticConfig(**answer["welcome"]), channel, time.monotonic()
+            raise
+        before, self._channel = self._channel, channel
+        self._config, self._contact = ElasticConfig(**answer["welcome"]), time.monotonic()
+        self._received_at, self._coordinator_closed, self._coordinator_dead = float(answer["at"]), False, False
+        if before is not None:
+            # Should it still be there, it hears that its term is over. The connection stays: its end would tell that
+            # this agent has died.
+            before.send(self._heartbeat())
+            self._former.append(before)
+        self._say(self._heartbeat())
+        for local_rank, status in self._statuses.items():
+            self._say({"do": "exit", "local_rank": local_rank, "status": status})
+        if self._drain_until is not None:
+            self._say({"do": "drain", "grace_s": max(0.1, self._drain_until - time.monotonic())})
+        self._spawn(self._obey(channel))
 
     # -- workers ------------------------------------------------------------------------------------------------
 
@@ -137,6 +194,7 @@ class Agent:
             **RESOLVER_OPTIONS,
             **os.environ,
             "LAZARUS_COORDINATOR": ",".join(f"{host}:{port}" for host, port in self._coordinators),
+            "LAZARUS_AGENT": self.succession.address,
             "LAZARUS_TOKEN": self._token,
             "LAZARUS_NODE": self.node,
             "LAZARUS_INCARNATION": self._incarnation,
@@ -145,40 +203,14 @@ class Agent:
             "LOCAL_SIZE": str(self.local_size),
             "PYTHONUNBUFFERED": "1",
         }
-        output = None
-        if self._log_dir is not None:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-            output = os.open(
-                self._log_dir / f"{self.node}.{local_rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
-            )
-        parent = os.getpid()
-
-        def prepare() -> None:
-            die_with(parent)
-            self.prepare(local_rank)
-
-        try:
-            return await asyncio.create_subprocess_exec(
-                *self.command(local_rank),
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                # A group of its own: what a worker has started is killed with it.
-                start_new_session=True,
-                preexec_fn=prepare,
-            )
-        finally:
-            if output is not None:
-                os.close(output)
+        log = None if self._log_dir is None else self._log_dir / f"{self.node}.{local_rank}.log"
+        prepare = partial(self.prepare, local_rank)
+        return await start_process(self.command(local_rank), environment, log, prepare=prepare)
 
     async def _watch(self, local_rank: int) -> None:
         code = await self._workers[local_rank].wait()
-        status = f"killed by {_signal_name(-code)}" if code < 0 else f"exit status {code}"
-        if code in EXIT_MEANINGS:
-            status += f" ({EXIT_MEANINGS[code]})"
-        self._statuses[local_rank] = status
-        _kill_group(self._workers[local_rank].pid)
+        status = self._statuses[local_rank] = describe_exit(code)
+        kill_group(self._workers[local_rank].pid)
         self._say({"do": "exit", "local_rank": local_rank, "status": status})
         if len(self._statuses) == self.local_size:
             # The coordinator should hear of the last exit before the connection ends.
@@ -203,7 +235,7 @@ class Agent:
             asyncio.get_running_loop().call_later(0.5, self.kill, why)
         else:
             for process in running:
-                _kill_group(process.pid)
+                kill_group(process.pid)
 
     # -- the coordinator ----------------------------------------------------------------------------------------
 
@@ -211,57 +243,119 @@ class Agent:
         if self._channel is not None:
             self._channel.send(message)
 
-    async def _listen(self) -> None:
-        channel = self._channel
-        assert channel is not None
+    async def _obey(self, channel: Channel) -> None:
+        """Do what the coordinator at the other end says, as long as it is the one that this agent follows."""
         while (message := await channel.receive()) is not None:
+            if channel is not self._channel:
+                return
             self._contact = time.monotonic()
-            if message.get("do") == "kill":
-                why, grace_s = str(message["why"]), float(message["grace_s"])
-                if grace_s:
-                    asyncio.get_running_loop().call_later(grace_s, self.kill, why)
-                else:
-                    self.kill(why, stacks=bool(message["stacks"]))
-            elif message.get("do") == "shutdown":
-                self._completed = bool(message["completed"])
-                limit = SHUTDOWN_LIMIT_S if self._completed else HANDSHAKE_TIMEOUT_S
-                asyncio.get_running_loop().call_later(limit, self.kill, "the job has ended")
-        if self._completed is None and len(self._statuses) < self.local_size:
-            logger.error("node %s: the coordinator is gone; its workers stop within their lease", self.node)
+            self._do(message)
+        if channel is self._channel:
+            self._coordinator_closed = True
+            if self._result is None:
+                logger.error("node %s: lost the coordinator", self.node)
+
+    def _do(self, message: Message) -> None:
+        loop = asyncio.get_running_loop()
+        if "ack" in message:
+            self._received_at = float(message["at"])
+        elif message["do"] == "kill":
+            why, grace_s = str(message["why"]), float(message["grace_s"])
+            if grace_s:
+                loop.call_later(grace_s, self.kill, why)
+            else:
+                self.kill(why, stacks=bool(message["stacks"]))
+        elif message["do"] == "charter":
+            self._accept(message["charter"])
+        elif message["do"] == "draining":
+            self._drain_until = time.monotonic() + float(message["grace_s"])
+        elif message["do"] == "shutdown":
+            self._result = dict(message["result"])
+            well = self._result["status"] in ENDED_WELL
+            if self._log_dir is not None and not (self._log_dir / RESULT_FILE).exists():
+                # The coordinator may be on another host, with a folder of its own.
+                write_json(self._log_dir / RESULT_FILE, self._result)
+            loop.call_later(SHUTDOWN_LIMIT_S if well else HANDSHAKE_TIMEOUT_S, self.kill, "the job has ended")
+
+    def _accept(self, given: Message | None) -> None:
+        charter = None if given is None else Charter.from_json(given)
+        if charter is None or not self.succession.ballot.accept(charter):
+            return
+        if charter.established and charter.lists(self._incarnation):
+            self._member_of = charter.generation
+        self._say({"do": "accept", "generation": charter.generation})
+
+    def _heartbeat(self) -> Message:
+        self._beats += 1
+        term = self.succession.ballot.term
+        return {"do": "heartbeat", "number": self._beats, "heard": self._received_at, "term": term}
 
     async def _beat(self) -> None:
-        number = 0
         while True:
-            number += 1
-            self._say({"do": "heartbeat", "number": number})
+            self._say(self._heartbeat())
             await asyncio.sleep(self._config.heartbeat_interval_s)
-            if self._completed is None and time.monotonic() - self._contact > self._config.lease_s:
-                self.kill(f"no contact with the coordinator for {self._config.lease_s:g} s (lease_s)")
+            if self._result is None and time.monotonic() - self._contact > self._config.lease_s:
+                why = self.succession.hindrance or "no other was elected"
+                self.kill(f"no contact with the coordinator for {self._config.lease_s:g} s (lease_s); {why}")
+
+    # -- another coordinator ------------------------------------------------------------------------------------
+
+    def _orphaned(self) -> bool:
+        """Whether the coordinator has ended, or has been silent for so long that it does not rule any more."""
+        silent_s = time.monotonic() - self._contact
+        return self._result is None and (self._coordinator_dead or silent_s > election_timeout_s(self._config))
+
+    async def _keep_coordinator(self) -> None:
+        """Look after a coordinator to follow, until the job has its result."""
+        turn: float | None = None
+        while self._result is None:
+            await asyncio.sleep(_POLL_S)
+            if self._coordinator_closed and not self._coordinator_dead:
+                await self._look_for_it()
+            if not self._orphaned() and not self.succession.was_announced:
+                turn = None
+                continue
+            if turn is None:
+                turn = time.monotonic() + self.succession.delay_s
+            if time.monotonic() < turn and not self.succession.was_announced:
+                continue
+            if found := await self.succession.attempt(self._config):
+                await self._try(found[1])
+            elif self._coordinator_dead and (hindrance := self.succession.hindrance):
+                self.kill(f"the coordinator is gone; {hindrance}")
+                return
+            else:
+                turn = time.monotonic() + self.succession.delay_s / 2
+
+    async def _look_for_it(self) -> None:
+        """The coordinator has closed the connection: has its process ended?"""
+        assert self.succession.followed is not None
+        try:
+            await self._turn_to(self.succession.followed[1], self._config.heartbeat_timeout_s)
+        except ConnectionRefusedError:
+            self._coordinator_dead = True
+        except RefusedHere as error:
+            self.kill(str(error))
+        except (OSError, asyncio.TimeoutError) as error:
+            logger.info("node %s: the coordinator is out of reach: %s", self.node, error)
+
+    async def _try(self, address: str) -> None:
+        try:
+            await self._turn_to(address, self._config.heartbeat_timeout_s)
+            logger.warning("node %s: follows the coordinator at %s", self.node, address)
+        except RefusedHere as error:
+            self.kill(str(error))
+        except ConnectionRefusedError:
+            self.succession.avoid(address)
+        except (OSError, asyncio.TimeoutError) as error:
+            logger.warning("node %s: does not reach the coordinator at %s: %s", self.node, address, error)
 
     def _drain(self) -> None:
         grace = self._config.drain_grace_s
+        self._drain_until = time.monotonic() + grace
         logger.warning("node %s: asked to leave within %g s", self.node, grace)
         self._say({"do": "drain", "grace_s": grace})
         asyncio.get_running_loop().call_later(grace, self.kill, "the drain grace is over")
-
-
-def die_with(parent: int) -> None:
-    """In a new process: be killed when the parent dies, however it dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The control server of a job, in a process of its own: ``python -m megatron_lazarus.elastic.coordinator``.
 
-Workers, agents and the ``lazarus`` command connect to it. It decides nothing itself: the rules are in ``job.py``.
+Workers, agents and the ``lazarus`` command connect to it. It decides nothing itself: the rules of membership are in
+``job.py``, those of its own right to apply them in ``reign.py``.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megatron_lazarus.elastic.election import Charter
 from megatron_lazarus.elastic.job import Job
-from megatron_lazarus.elastic.journal import JOB_FILE, Journal, write_json
+from megatron_lazarus.elastic.journal import ENDED_WELL, JOB_FILE, Journal, write_json
 from megatron_lazarus.elastic.messages import MAX_LINE, Channel, Message, ProtocolError, split_address
 from megatron_lazarus.elastic.roster import Node, Worker
+from megatron_lazarus.elastic.ruling import Ruling
 from megatron_lazarus.elastic.settings import (
-    BUILD_TIMEOUT_S,
+    EXIT_DEPOSED,
     HANDSHAKE_TIMEOUT_S,
     RESOLVER_OPTIONS,
     SHUTDOWN_LIMIT_S,
     ElasticConfig,
 )
+from megatron_lazarus.elastic.stores import StoreHost
 
 logger = logging.getLogger(__name__)
 
@@ -39,96 +42,95 @@ class Refused(Exception):
     """A peer that must not take part; the message says why."""
 
 
-def host_store(host: str) -> tuple[int, object]:
-    """Serve a fresh TCPStore on ``host``; returns its port and the object that keeps it alive."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    with socket.create_server((host, 0)) as listener:
-        port = int(listener.getsockname()[1])
-        # The store listens on every interface unless it is given a socket.
-        descriptor = listener.detach()
-    return port, TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-
-
-class StoreHost:
-    """Opens the stores of generations ahead of need: a slow name server must not hold the control server up."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._thread = ThreadPoolExecutor(1, "lazarus-store")
-        self._next = self._thread.submit(host_store, host)
-
-    def open(self) -> tuple[int, object]:
-        store = self._next.result(BUILD_TIMEOUT_S)
-        self._next = self._thread.submit(host_store, self._host)
-        return store
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
 class Coordinator:
-    """Serves one job at ``host:port`` until it has a result."""
+    """Serves one job on ``listener`` until it has a result, or until another coordinator may have been elected."""
 
-    def __init__(self, config: ElasticConfig, host: str, port: int, token: str, log_dir: Path | None = None) -> None:
-        self._host, self._port, self._token, self._log_dir = host, port, token, log_dir
-        self._journal = Journal(log_dir)
-        self._stores = StoreHost(host)
-        self.job = Job(config, self._journal, self._stores.open, time.monotonic)
-        self._check: Message | None = None
+    def __init__(
+        self, config: ElasticConfig, listener: socket.socket, token: str, ruling: Ruling, log_dir: Path | None = None
+    ) -> None:
+        self._listener, self._token, self._ruling, self._log_dir = listener, token, ruling, log_dir
+        self._host, port = listener.getsockname()[:2]
+        self._address = f"{self._host}:{port}"
+        self._journal = Journal(log_dir, fresh=ruling.charter is None)
+        self._stores = StoreHost(self._host)
+        self.job = ruling.job = Job(config, self._journal, self._stores.open, time.monotonic, ruling.propose)
+        if ruling.charter is not None:
+            self.job.resume(ruling.charter)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> int:
-        """Run the job; returns 0 if it completed, else 1. Raises OSError if the port cannot be had."""
-        server = await asyncio.start_server(self._connected, self._host, self._port, limit=MAX_LINE)
-        host, port = server.sockets[0].getsockname()[:2]
-        if self._log_dir is not None:
-            # Whoever can read the token can command the job.
-            contents = {"coordinator": f"{host}:{port}", "token": self._token}
-            write_json(self._log_dir / JOB_FILE, contents, mode=0o600)
+        """Run the job; returns 0 if it completed or was drained, EXIT_DEPOSED if it may go on under another, else 1."""
+        server = await asyncio.start_server(self._connected, sock=self._listener, limit=MAX_LINE)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.job.end, "failed", f"stopped by {signal.Signals(number).name}")
-        self.job.event("listening", address=f"{host}:{port}", pid=os.getpid())
+            loop.add_signal_handler(number, self._stop, f"stopped by {signal.Signals(number).name}")
+        self.job.event("listening", address=self._address, pid=os.getpid(), term=self._ruling.reign.term)
+        lease = asyncio.ensure_future(self._ruling.keep_lease())
+        rule = asyncio.ensure_future(self._rule())
         try:
-            await self._tick()
+            while not self._ruling.stopped and not rule.done():
+                await asyncio.wait([rule], timeout=self.job.config.heartbeat_interval_s)
+            if self._ruling.stopped and self.job.result is None:
+                logger.error("this coordinator stops: %s", self._ruling.stopped)
+                return EXIT_DEPOSED
+            await rule
             await self._wait_for_departures()
+            self._ruling.release()
         finally:
             server.close()
             self._stores.close()
-            for task in list(self._tasks):
+            for task in (left := [rule, lease, *self._tasks]):
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._log_dir is not None:
-                (self._log_dir / JOB_FILE).unlink(missing_ok=True)
+            await asyncio.gather(*left, return_exceptions=True)
+            self._remove_job_file()
             self._journal.close()
         assert self.job.result is not None
-        return 0 if self.job.result["status"] == "completed" else 1
+        return 0 if self.job.result["status"] in ENDED_WELL else 1
 
-    async def _tick(self) -> None:
+    def _stop(self, why: str) -> None:
+        if self._ruling.holds:
+            self.job.end("failed", why)
+        else:
+            self._ruling.stopped = why
+
+    async def _rule(self) -> None:
+        """Look at the clock, again and again, as long as the job has no result."""
+        await self._ruling.wait()
+        self._write_job_file()
+        for node in self.job.living():
+            if node.incarnation in self._ruling.dead:
+                self.job.fail_node(node, "died", "its agent was gone when this coordinator was elected")
         pause = self.job.config.heartbeat_interval_s / 2
-        before = time.monotonic()
         while self.job.phase != "ended":
+            before = time.monotonic()
             await asyncio.sleep(pause)
-            now = time.monotonic()
-            late = now - before - pause
+            await self._ruling.wait()
+            late = time.monotonic() - before - pause
             if late > self.job.config.heartbeat_interval_s:
-                # Silence that this process slept through is not the workers' fault.
-                logger.warning("the coordinator was not scheduled for %.1f s", late)
-                for node in self.job.nodes.values():
-                    node.agent_heard += late
-                    for worker in node.workers.values():
-                        worker.heard += late
-            before = now
+                # Silence that this process slept through, or did not listen in, is not the workers' fault.
+                logger.warning("the coordinator was not scheduled, or did not rule, for %.1f s", late)
+                self.job.forgive(late)
+            self._ruling.establish()
             self.job.tick()
-            for node in list(self.job.nodes.values()):
-                if node.alive and node.agent and now - node.agent_heard > self.job.config.heartbeat_timeout_s:
-                    self.job.fail_node(node, "silent", "its agent is silent", now - node.agent_heard)
 
     async def _wait_for_departures(self) -> None:
         limit = time.monotonic() + SHUTDOWN_LIMIT_S + HANDSHAKE_TIMEOUT_S
         while self._tasks and time.monotonic() < limit:
             await asyncio.wait(self._tasks, timeout=limit - time.monotonic())
+
+    def _write_job_file(self) -> None:
+        if self._log_dir is not None:
+            # Whoever can read the token can command the job.
+            contents = {"coordinator": self._address, "token": self._token}
+            write_json(self._log_dir / JOB_FILE, contents, mode=0o600)
+
+    def _remove_job_file(self) -> None:
+        """Unless it is a successor's."""
+        path = None if self._log_dir is None else self._log_dir / JOB_FILE
+        if path is not None and path.exists():
+            with contextlib.suppress(FileNotFoundError):
+                if json.loads(path.read_text(encoding="utf-8"))["coordinator"] == self._address:
+                    path.unlink()
 
     # -- connections --------------------------------------------------------------------------------------------
 
@@ -155,6 +157,9 @@ class Coordinator:
             self.job.event("refused", address=address, why=f"{type(error).__name__}: {why}")
         except ConnectionError as error:
             logger.info("lost %s: %s", address, error)
+        except asyncio.CancelledError:
+            # This coordinator ends; asyncio would report it as an error of the connection.
+            logger.info("closed the connection of %s", address)
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -178,7 +183,7 @@ class Coordinator:
             return node
         if node is not None and node.alive:
             raise Refused(f"another node {name!r} is in the job")
-        if incarnation in self.job.past:
+        if incarnation in self.job.past or int(hello.get("generation", 0)):
             raise Refused(f"node {name} ({incarnation}) is of the past; it can only join anew")
         left_s = self.job.quarantine.left_s(name, time.monotonic())
         if left_s > 0:
@@ -189,28 +194,32 @@ class Coordinator:
         node, local_rank = self._node_of(hello), int(hello["local_rank"])
         if not 0 <= local_rank < node.local_size or local_rank in node.workers:
             raise Refused(f"node {node.name} has its worker {local_rank} already, or no room for it")
-        self._compare(node, dict(hello["check"]))
         worker = Worker(node, local_rank, channel, time.monotonic(), since=time.monotonic())
+        worker.step = int(hello.get("step", -1))
         node.workers[local_rank] = worker
-        channel.send({"welcome": self.job.config.to_json(), "host": self._host})
+        channel.send({"welcome": self.job.config.to_json(), "host": self._host, "term": self._ruling.reign.term})
+        await self._ruling.wait()
+        self._compare(node, dict(hello["check"]))
+        if node.state == "member":
+            self.job.came_back(worker, int(hello["generation"]), int(hello["built"]))
         why = "closed its connection"
         try:
             while (message := await channel.receive()) is not None:
+                await self._ruling.wait()
                 worker.heard = time.monotonic()
                 self._worker_says(worker, message)
         except (ProtocolError, KeyError, TypeError, ValueError) as error:
             why = f"sent what is no message: {type(error).__name__}: {error}"
-        finally:
-            if not worker.left:
-                self.job.fail_node(node, "died", f"local rank {local_rank} {why}")
+        await self._ruling.wait()
+        if not worker.left:
+            self.job.fail_node(node, "died", f"local rank {local_rank} {why}")
 
     def _compare(self, node: Node, check: Message) -> None:
         """All workers must agree on versions, code and configuration, as far as they tell."""
-        if self._check is None:
-            self._check = check
-        differing = sorted(key for key in self._check.keys() | check.keys() if self._check.get(key) != check.get(key))
+        agreed = self.job.check = self.job.check if self.job.check is not None else check
+        differing = sorted(key for key in agreed.keys() | check.keys() if agreed.get(key) != check.get(key))
         if differing:
-            listed = "; ".join(f"{key}: {check.get(key)!r} here, {self._check.get(key)!r} there" for key in differing)
+            listed = "; ".join(f"{key}: {check.get(key)!r} here, {agreed.get(key)!r} there" for key in differing)
             self.job.fail_node(node, "check", listed)
             raise Refused(f"node {node.name} does not fit the job: {listed}")
 
@@ -247,22 +256,50 @@ class Coordinator:
         node = self._node_of(hello)
         if node.agent is not None:
             raise Refused(f"node {node.name} has its agent already")
-        node.agent, node.agent_heard = channel, time.monotonic()
-        channel.send({"welcome": self.job.config.to_json()})
+        node.agent, node.agent_port, node.agent_heard = channel, int(hello["port"]), time.monotonic()
+        welcome = {"welcome": self.job.config.to_json(), "term": self._ruling.reign.term}
+        channel.send({**welcome, "at": time.monotonic()})
+        channel.send(self._ruling.message())
+        why = "closed its connection"
         try:
             while (message := await channel.receive()) is not None:
                 node.agent_heard = time.monotonic()
-                if message["do"] == "heartbeat":
-                    channel.send({"ack": message["number"]})
-                elif message["do"] == "exit":
-                    self._worker_exited(node, int(message["local_rank"]), str(message["status"]))
-                elif message["do"] == "drain":
-                    self.job.drain(node.name, float(message["grace_s"]))
-                else:
-                    raise ProtocolError(f"unknown request {message['do']!r}")
-        finally:
-            node.agent = None
-            self.job.fail_node(node, "died", "its agent closed its connection")
+                self._agent_says(node, channel, message)
+        except (ProtocolError, KeyError, TypeError, ValueError) as error:
+            why = f"sent what is no message: {type(error).__name__}: {error}"
+        if channel.closed_by_peer:
+            self._ruling.reign.died(node.incarnation, time.monotonic())
+        await self._ruling.wait()
+        node.agent = None
+        self.job.fail_node(node, "died", f"its agent {why}")
+        self._ruling.establish()
+
+    def _agent_says(self, node: Node, channel: Channel, message: Message) -> None:
+        if message["do"] == "heartbeat":
+            self._ruling.heard(node, int(message["term"]), float(message["heard"]))
+            channel.send({"ack": message["number"], "at": time.monotonic()})
+        elif message["do"] == "accept":
+            self._ruling.reign.accepted(node.incarnation, int(message["generation"]))
+            self._ruling.establish()
+        elif self._ruling.holds:
+            self._agent_asks(node, message)
+        else:
+            # Not here: the heartbeats behind it are what may give us our right back.
+            task = asyncio.ensure_future(self._agent_asks_later(node, message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _agent_asks_later(self, node: Node, message: Message) -> None:
+        await self._ruling.wait()
+        self._agent_asks(node, message)
+
+    def _agent_asks(self, node: Node, message: Message) -> None:
+        if message["do"] == "exit":
+            self._worker_exited(node, int(message["local_rank"]), str(message["status"]))
+        elif message["do"] == "drain":
+            self.job.drain(node.name, float(message["grace_s"]))
+        else:
+            raise ProtocolError(f"unknown request {message['do']!r}")
 
     def _worker_exited(self, node: Node, local_rank: int, status: str) -> None:
         self.job.event("exit", node=node.name, local_rank=local_rank, status=status)
@@ -275,8 +312,13 @@ class Coordinator:
         while (message := await channel.receive()) is not None:
             if message["do"] == "status":
                 channel.send(self.job.status())
-            elif message["do"] == "drain":
+                continue
+            await self._ruling.wait()
+            if message["do"] == "drain":
                 channel.send({"error": self.job.drain(str(message["node"]))})
+            elif message["do"] == "end":
+                self.job.end("failed", str(message["why"]))
+                channel.send({"error": None})
             else:
                 raise ProtocolError(f"unknown request {message['do']!r}")
 
@@ -284,16 +326,25 @@ class Coordinator:
 def main(argv: list[str] | None = None) -> int:
     """Serve a job with the token in LAZARUS_TOKEN; exits 0 if it completed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address of the interface to serve on")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="address of the interface to serve on")
     parser.add_argument("--log-dir", type=Path, help="folder of the events file and the completion marker")
     parser.add_argument("--settings", default="{}", help='the "lazarus.elastic" section, as JSON')
+    parser.add_argument("--listen-fd", type=int, help="instead of --listen: a socket that the agent has opened")
+    parser.add_argument("--succession", default="{}", help="of a successor: its term, charter and lease, as JSON")
     arguments = parser.parse_args(argv)
     for name, value in RESOLVER_OPTIONS.items():
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s coordinator: %(message)s")
-    host, port = split_address(arguments.listen)
-    settings: dict[str, Any] = json.loads(arguments.settings)
-    coordinator = Coordinator(ElasticConfig(**settings), host, port, os.environ["LAZARUS_TOKEN"], arguments.log_dir)
+    if arguments.listen_fd is not None:
+        listener = socket.socket(fileno=arguments.listen_fd)
+    else:
+        listener = socket.create_server(split_address(arguments.listen))
+    config = ElasticConfig(**json.loads(arguments.settings))
+    given: dict[str, Any] = json.loads(arguments.succession)
+    seed = Charter.from_json(given["charter"]) if given else None
+    token = os.environ["LAZARUS_TOKEN"]
+    ruling = Ruling(config, token, given.get("term", 1), seed, given.get("dead", ()), given.get("lease_until"))
+    coordinator = Coordinator(config, listener, token, ruling, arguments.log_dir)
     with contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(coordinator.serve())
     return 1

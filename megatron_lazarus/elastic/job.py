@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
+from megatron_lazarus.elastic.admission import Admission
+from megatron_lazarus.elastic.election import Charter, Voters
 from megatron_lazarus.elastic.journal import Journal
 from megatron_lazarus.elastic.messages import Message
 from megatron_lazarus.elastic.roster import (
@@ -19,14 +21,13 @@ from megatron_lazarus.elastic.roster import (
     Quarantine,
     Repeats,
     Worker,
-    begin_same_step,
     dismiss,
-    furthest_behind,
     natural,
     tell_end,
     workers_of,
 )
-from megatron_lazarus.elastic.settings import BUILD_TIMEOUT_S, ElasticConfig
+from megatron_lazarus.elastic.settings import ElasticConfig
+from megatron_lazarus.elastic.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +35,20 @@ Phase = Literal["gathering", "building", "live", "broken", "ended"]
 
 
 class Job:
-    """Membership of one job. ``open_store`` hosts a fresh store and returns (port, what keeps it alive)."""
+    """Membership of one job.
+
+    ``open_store`` hosts a fresh store and returns (port, what keeps it alive), or None while it cannot yet.
+    ``propose(generation, voters)`` has agents accept who elects after that generation, which begins only when
+    ``established`` is called; without it at once.
+    """
 
     def __init__(
         self,
         config: ElasticConfig,
         journal: Journal,
-        open_store: Callable[[], tuple[int, object]],
+        open_store: Callable[[], tuple[int, object] | None],
         clock: Callable[[], float],
+        propose: Callable[[int, Voters], None] | None = None,
     ) -> None:
         self.config, self.journal, self._open_store, self._clock = config, journal, open_store, clock
         self.phase: Phase = "gathering"
@@ -52,12 +59,25 @@ class Job:
         self.published = 0
         self.result: dict[str, Any] | None = None
         self.quarantine = Quarantine()
-        self._store: object = None
-        self._phase_since = clock()
-        self._short_since: float | None = None
+        self.phase_since = clock()
+        self.check: Message | None = None
+        self._propose = propose or (lambda generation, voters: self.established())
+        self._timeouts, self._admission = Timeouts(self, clock), Admission(self, clock)
+        self._store: tuple[int, object] | None = None
         self._failures: list[Failure] = []
         self._repeats = Repeats()
         self._seconds: dict[str, float] = {}
+        self._formed: str | None = None
+
+    def resume(self, charter: Charter) -> None:
+        """Take over where the coordinator that gave this charter was lost; its members come by and by."""
+        self.generation = self.published = charter.generation
+        self.check = charter.check
+        for voter in charter.voters:
+            node = self.add_node(voter.node, voter.incarnation, voter.local_size)
+            node.state, node.joined, node.awaited_since = "member", voter.joined, self._clock()
+            self.members.append(node)
+        self._enter("building")
 
     # -- who is there -------------------------------------------------------------------------------------------
 
@@ -65,13 +85,18 @@ class Job:
         """Members of the current generation that have neither failed nor left."""
         return [node for node in self.members if node.state == "member"]
 
-    def waiting(self) -> list[Node]:
-        """Nodes in the lobby, all of whose workers ask to join, as many as the job has room for."""
-        ready = sorted((node for node in self.nodes.values() if node.state == "waiting"), key=lambda n: natural(n.name))
-        if self.config.max_nodes is None:
-            return ready
-        staying = [node for node in self.living() if node.drain_deadline is None]
-        return ready[: max(0, self.config.max_nodes - len(staying))]
+    def forgive(self, late_s: float) -> None:
+        """Nobody could be heard for so long."""
+        for node in self.nodes.values():
+            node.agent_heard += late_s
+            if node.awaited_since is not None:
+                node.awaited_since += late_s
+            for worker in node.workers.values():
+                worker.heard += late_s
+
+    def _all_there(self) -> bool:
+        """Whether every member's workers have come; only where another coordinator was before can some be missing."""
+        return all(len(node.workers) == node.local_size for node in self.living())
 
     def add_node(self, name: str, incarnation: str, local_size: int) -> Node:
         """A newcomer; it takes the place of an earlier incarnation that is dead or has left."""
@@ -104,6 +129,16 @@ class Job:
             self.announce()
         self.advance()
 
+    def came_back(self, worker: Worker, generation: int, built: int) -> None:
+        """A member's worker that another coordinator has had before says where it stands."""
+        if generation != self.generation:
+            self.break_generation(f"{worker} is in generation {generation}")
+        if self.phase == "broken":
+            worker.channel.send({"push": "broken", "generation": self.generation, "why": "it was before"})
+        self.built(worker, built)
+        self.announce()
+        self.advance()
+
     def ask_next(self, worker: Worker, message: Message) -> None:
         worker.step = max(worker.step, int(message["step"]))
         worker.request = message
@@ -133,8 +168,8 @@ class Job:
 
     def built(self, worker: Worker, generation: int) -> None:
         worker.built = generation
-        workers = list(workers_of(self.living()))
-        if self.phase == "building" and all(one.built == self.generation for one in workers):
+        built = all(one.built == self.generation for one in workers_of(self.living()))
+        if self.phase == "building" and built and self._all_there():
             self._seconds["build"] = round(self._enter("live"), 4)
             self.event("live", nodes=[node.name for node in self.members], seconds=self._seconds)
             self.announce()
@@ -156,8 +191,8 @@ class Job:
             detail = f"{message['error']} (local rank {worker.local_rank})"
             self.fail_node(worker.node, "raised", detail, ending=worker)
         elif self.phase in ("building", "live"):
-            self._failures.append(Failure("collective", worker.node.name, str(message["error"])))
-            self._break(f"{worker} reports: {message['error']}")
+            failure = Failure("collective", worker.node.name, str(message["error"]))
+            self.break_generation(f"{worker} reports: {message['error']}", failure)
 
     # -- failures -----------------------------------------------------------------------------------------------
 
@@ -180,17 +215,21 @@ class Job:
             self._failures.append(failure)
         if was_member:
             self._seconds["silent"] = round(silent_s, 4)
-            self._break(str(failure))
+            self.break_generation(str(failure))
         self.announce()
         self.advance()
 
-    def _break(self, why: str) -> None:
+    def break_generation(self, why: str, failure: Failure | None = None) -> None:
+        """Have all members leave the current generation for the next one."""
         if self.phase not in ("building", "live"):
             return
+        if failure is not None:
+            self._failures.append(failure)
         living = list(workers_of(self.living()))
         if living and all(worker.finished for worker in living):
             return
         self._enter("broken")
+        self._formed = None
         self.event("broken", why=why)
         for worker in living:
             worker.channel.send({"push": "broken", "generation": self.generation, "why": why})
@@ -199,53 +238,9 @@ class Job:
 
     def tick(self) -> None:
         """Look at the clock; to be called several times per heartbeat."""
-        if self.phase == "ended":
-            return
-        now, config = self._clock(), self.config
-        for node in [node for node in self.nodes.values() if node.alive]:
-            for worker in node.present:
-                silent = now - worker.heard
-                # Nobody waits yet for one that still loads libraries, which may keep its other threads from running.
-                if silent > (config.heartbeat_timeout_s if node.state == "member" else config.lease_s):
-                    self.dump_stacks()
-                    self.fail_node(node, "silent", f"local rank {worker.local_rank} is silent", silent)
-                    break
-            if node.drain_deadline is not None and now > node.drain_deadline:
-                self.fail_node(node, "stuck", "still there at the end of its drain grace")
-            elif node.abandon_at is not None and now > node.abandon_at and self.phase == "live":
-                node.abandon_at = None
-                self._break(f"node {node.name} must leave before the step in progress ends")
-        elapsed = now - self._phase_since
-        if self.phase == "building" and elapsed > 2 * BUILD_TIMEOUT_S:
-            self._evict([w for w in workers_of(self.living()) if w.built != self.generation], "build", elapsed)
-        elif self.phase == "broken" and elapsed > config.collective_timeout_s + BUILD_TIMEOUT_S:
-            self._evict([w for w in workers_of(self.living()) if w.request is None and not w.left], "stuck", elapsed)
-        elif self.phase == "live":
-            self._find_stuck(now)
-        self.advance()
-
-    def _find_stuck(self, now: float) -> None:
-        workers = [worker for worker in workers_of(self.living()) if not worker.left]
-        limit = self.config.collective_timeout_s
-        # Those that left the group already wait for the slowest in their request, not in a collective.
-        blocked = [worker for worker in workers if worker.phase == "collective" or worker.request is not None]
-        longest = max((now - worker.since for worker in blocked), default=0.0)
-        if longest > limit and any(worker.request is None for worker in workers):
-            behind = furthest_behind(workers)
-            if behind:
-                self._evict(behind, "stuck", longest)
-            else:
-                self.dump_stacks()
-                self._failures.append(Failure("collective", "-", f"all members wait in step {self.step}"))
-                self._break(f"all members wait in the same collective for {longest:.1f} s")
-
-    def _evict(self, workers: list[Worker], kind: str, waited_s: float) -> None:
-        if not workers:
-            return
-        self.dump_stacks()
-        for worker in workers:
-            place = f"step {worker.step}, {worker.phase}, collective {worker.collective}"
-            self.fail_node(worker.node, kind, f"local rank {worker.local_rank} stands at {place}", waited_s)
+        if self.phase != "ended":
+            self._timeouts.look()
+            self.advance()
 
     def dump_stacks(self) -> None:
         """Have every member write its stacks to its log."""
@@ -267,6 +262,9 @@ class Job:
             # Half of it is enough for a step, or the step is abandoned and the other half is for handing over.
             node.abandon_at, node.drain_deadline = self._clock() + left_s / 2, self._clock() + left_s
             self.event("drain", node=name)
+            if node.agent is not None:
+                # Should this coordinator be lost, the agent tells the next one.
+                node.agent.send({"do": "draining", "grace_s": left_s})
             self.announce()
         return None
 
@@ -275,7 +273,7 @@ class Job:
         now = self._clock()
         draining = {n.name: round(n.drain_deadline - now, 3) for n in self.living() if n.drain_deadline is not None}
         short = len(self.living()) < self.config.min_nodes
-        return {"join": [node.name for node in self.waiting()], "drain": draining, "short": short}
+        return {"join": [node.name for node in self._admission.waiting()], "drain": draining, "short": short}
 
     def announce(self) -> None:
         if self.phase in ("building", "live"):
@@ -288,76 +286,52 @@ class Job:
         """Do what is due: form the next generation, wait for more nodes, or end the job."""
         if self.phase == "ended":
             return
-        survivors, config = self.living(), self.config
-        workers = [worker for worker in workers_of(survivors) if not worker.left]
+        if self._formed is not None or not self._all_there():
+            return
+        workers = [worker for worker in workers_of(self.living()) if not worker.left]
         if workers and all(worker.finished for worker in workers):
             self.end("completed", "", workers[0].request)
-            return
-        if not all(worker.asks_generation for worker in workers):
-            return
-        waiting = self.waiting()
-        coming = [node for node in self.nodes.values() if node.state in ("starting", "waiting")]
-        short, least = len(survivors) < config.min_nodes, config.min_nodes if self.generation else config.wanted_nodes
-        unbroken = self.phase in ("building", "live")
-        if unbroken and survivors and not short:
-            # Members agree on whom they admit; one that was called back from its finish admits nobody.
-            wanted = set.intersection(*(set((worker.request or {}).get("admit", ())) for worker in workers))
-            admitted, reason = [node for node in waiting if node.name in wanted], "change"
-        elif not short:
-            admitted, reason = [], "failure"
-        elif survivors and not begin_same_step(workers):
-            # A newcomer begins with a step: what else is in progress is completed first, by however few.
-            admitted, reason, least = [], "failure", 1
-        else:
-            admitted, reason = waiting, "start" if not self.generation else "change" if unbroken else "failure"
-        if len(survivors) + len(admitted) >= least:
-            self._form(survivors, admitted, reason)
-        elif self.generation and not survivors and not coming:
-            self.end("failed", "no node is left")
-        elif self.nodes and not survivors and not coming and not self.generation:
-            self.end("failed", "every node failed before the start")
-        else:
-            self._wait_for_nodes(survivors, admitted, reason)
+        elif all(worker.asks_generation for worker in workers):
+            self._admission.decide(workers)
 
-    def _wait_for_nodes(self, survivors: list[Node], admitted: list[Node], reason: str) -> None:
-        total, least = len(survivors) + len(admitted), self.config.min_nodes
-        if total < least and not self.generation:
-            # Before the start nothing is lost by waiting for nodes that are still in a queue.
-            self._short_since = None
-            return
-        if self._short_since is None:
-            self._short_since = self._clock()
-            self.event("short of nodes", nodes=total, min_nodes=least)
-        if self._clock() - self._short_since > self.config.join_window_s:
-            if total >= least:
-                self._form(survivors, admitted, reason)
-            else:
-                self.end("failed", f"{total} nodes are left, min_nodes is {least}")
-
-    def _form(self, survivors: list[Node], admitted: list[Node], reason: str) -> None:
-        if reason == "failure" and not self._count_failures():
-            return
-        self._short_since = None
+    def form(self, survivors: list[Node], admitted: list[Node], reason: str) -> bool:
+        """Form the next generation; False if that is not possible yet, or no more."""
+        store = self._open_store()
+        if store is None or (reason == "failure" and not self._count_failures()):
+            return False
         gathered = self._enter("building")
         self._seconds = {**self._seconds, "gather": round(gathered, 4)} if reason == "failure" else {}
         self.generation += 1
+        self._formed, self._store = reason, store
         self.members = survivors + admitted
         for node in admitted:
             node.state, node.joined = "member", self.generation
-        port, self._store = self._open_store()
-        total = sum(len(node.present) for node in self.members)
+        ranks = sum(len(node.present) for node in self.members)
+        self.event("generation", reason=reason, nodes=[node.name for node in self.members], ranks=ranks)
+        self._propose(self.generation, tuple(node.voter for node in self.members))
+        return True
+
+    def established(self) -> None:
+        """The generation that was formed begins: members learn their place in it."""
+        if self._formed is None or self._store is None:
+            return
+        members = [worker for worker in workers_of(self.members) if not worker.left]
         order = [
             {"node": node.name, "address": node.address, "ranks": len(node.present), "joined": node.joined}
             for node in self.members
         ]
-        self.event("generation", reason=reason, nodes=[node.name for node in self.members], ranks=total)
         now = self._clock()
-        ranked = [worker for worker in workers_of(self.members) if not worker.left]
-        for rank, worker in enumerate(ranked):
+        for rank, worker in enumerate(members):
             worker.phase, worker.since = "building", now
             worker.answer(
-                generation=self.generation, rank=rank, world_size=total, members=order, store_port=port, reason=reason
+                generation=self.generation,
+                rank=rank,
+                world_size=len(members),
+                members=order,
+                store_port=self._store[0],
+                reason=self._formed,
             )
+        self._formed = None
         self.announce()
 
     def _count_failures(self) -> bool:
@@ -376,7 +350,7 @@ class Job:
     def _enter(self, phase: Phase) -> float:
         """Change the phase; returns the seconds the one before has lasted."""
         now = self._clock()
-        lasted, self.phase, self._phase_since = now - self._phase_since, phase, now
+        lasted, self.phase, self.phase_since = now - self.phase_since, phase, now
         return lasted
 
     def end(self, status: str, reason: str, last: Message | None = None) -> None:

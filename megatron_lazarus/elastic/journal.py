@@ -15,16 +15,21 @@ EVENTS_FILE = "events.jsonl"
 RESULT_FILE = "result.json"
 JOB_FILE = "job.json"
 
+ENDED_WELL = ("completed", "drained")
+"""Statuses of jobs that have not failed; one that was drained resumes from its newest checkpoint."""
+
 
 class Journal:
     """Appends JSON lines {time (s since 1970), generation, kind, …}; without a folder it only logs them."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, fresh: bool = True) -> None:
+        """``fresh``: a new job begins, which has no result yet."""
         self._folder = folder
         self._file = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / RESULT_FILE).unlink(missing_ok=True)
+            if fresh:
+                (folder / RESULT_FILE).unlink(missing_ok=True)
             self._file = (folder / EVENTS_FILE).open("a", encoding="utf-8", buffering=1)
 
     def event(self, generation: int, kind: str, **fields: Any) -> None:

@@ -99,8 +99,8 @@ class Membership:
     """Contact with the coordinator. Make one per worker, before anything that can block for long.
 
     ``check``: what must be equal on all workers (versions, hashes of code and configuration), values as JSON has them.
-    ``coordinators``: addresses, tried in turn. Raises ProtocolError if refused, OSError if none is there within
-    ``start_limit_s`` seconds.
+    ``coordinators``: addresses, tried in turn; or the node's ``agent`` says which coordinator it follows. Raises
+    ProtocolError if refused, OSError if none is there within ``start_limit_s`` seconds.
     """
 
     def __init__(
@@ -113,14 +113,17 @@ class Membership:
         local_rank: int,
         local_size: int,
         check: Mapping[str, Any] | None = None,
+        agent: tuple[str, int] | None = None,
         start_limit_s: float = 120.0,
     ) -> None:
         self._coordinators, self._token, self._turn = list(coordinators), token, 0
+        self._agent, self._term = agent, 0
         self.node, self.local_rank, self.local_size = node, local_rank, local_size
         place = {"node": node, "incarnation": incarnation, "local_rank": local_rank, "local_size": local_size}
         self._hello: Message = {"role": "worker", **place, "check": dict(check or {}), "pid": os.getpid()}
         self.generation: Generation | None = None
-        self._watchdog = Watchdog(f"local rank {local_rank} of node {node}", self._connect, start_limit_s)
+        name = f"local rank {local_rank} of node {node}"
+        self._watchdog = Watchdog(name, self._connect, start_limit_s, self._is_replaced)
         self._watchdog.start()
 
     @classmethod
@@ -135,15 +138,44 @@ class Membership:
             local_rank=int(env["LOCAL_RANK"]),
             local_size=int(env["LAZARUS_LOCAL_SIZE"]),
             check=check,
+            agent=split_address(env["LAZARUS_AGENT"]) if "LAZARUS_AGENT" in env else None,
         )
 
-    def _connect(self, limit_s: float) -> tuple[BlockingChannel, Message]:
-        host, port = self._coordinators[self._turn % len(self._coordinators)]
+    def _coordinator(self) -> tuple[int, str, int]:
+        """Term (0: unknown), host and port of the coordinator to turn to. Raises OSError."""
+        if self._agent is not None:
+            try:
+                return self._followed_by_agent(*self._agent)
+            except ConnectionRefusedError:
+                # It has died, and this process, which should have died with it, is told by the coordinator.
+                self._agent = None
         # Another one may have taken over by the time this is tried again.
         self._turn += 1
+        return 0, *self._coordinators[self._turn % len(self._coordinators)]
+
+    def _followed_by_agent(self, host: str, port: int) -> tuple[int, str, int]:
+        channel = BlockingChannel.connect(host, port, self._token, HANDSHAKE_TIMEOUT_S)
+        try:
+            channel.send({"do": "who"})
+            answer = channel.receive(HANDSHAKE_TIMEOUT_S)
+        finally:
+            channel.close()
+        if answer is None or answer["followed"] is None:
+            raise TimeoutError(f"the agent at {host}:{port} knows no coordinator")
+        term, address = answer["followed"]
+        return int(term), *split_address(address)
+
+    def _is_replaced(self) -> bool:
+        try:
+            return self._coordinator()[0] > self._term
+        except OSError:
+            return False
+
+    def _connect(self, limit_s: float, standing: Message) -> tuple[BlockingChannel, Message]:
+        _, host, port = self._coordinator()
         channel = BlockingChannel.connect(host, port, self._token, min(limit_s, HANDSHAKE_TIMEOUT_S))
         try:
-            channel.send(self._hello)
+            channel.send({**self._hello, **standing})
             answer = channel.receive(HANDSHAKE_TIMEOUT_S)
             if answer is None:
                 raise TimeoutError(f"the coordinator at {host}:{port} does not answer")
@@ -152,7 +184,7 @@ class Membership:
         except BaseException:
             channel.close()
             raise
-        self._host = host
+        self._host, self._term = host, int(answer["term"])
         return channel, answer
 
     @property

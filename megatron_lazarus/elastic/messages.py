@@ -85,6 +85,8 @@ class Channel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seal: Seal) -> None:
         self._reader, self._writer, self._seal = reader, writer, seal
         self.address = str((writer.get_extra_info("peername") or ("?",))[0])
+        self.local_address = str((writer.get_extra_info("sockname") or ("?",))[0])
+        self.closed_by_peer = False
 
     @classmethod
     async def connect(cls, host: str, port: int, token: str, limit_s: float) -> Channel:
@@ -116,10 +118,16 @@ class Channel:
             self._writer.write(self._seal.close(message))
 
     async def receive(self) -> Message | None:
-        """The next message, or None at the end of the connection; raises ProtocolError."""
+        """The next message, or None at the end of the connection; raises ProtocolError.
+
+        ``closed_by_peer`` then tells whether the peer has ended it, or the network did.
+        """
         try:
             line = await self._reader.readuntil()
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+            self.closed_by_peer = True
+            return None
+        except OSError:
             return None
         except asyncio.LimitOverrunError:
             raise ProtocolError(f"a line of more than {MAX_LINE} bytes") from None
@@ -129,6 +137,7 @@ class Channel:
         await self._writer.drain()
 
     def close(self) -> None:
+        """What has been sent is still delivered, if the peer takes it."""
         self._writer.close()
 
 

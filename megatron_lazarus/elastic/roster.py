@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_lazarus.elastic.election import Voter
 from megatron_lazarus.elastic.messages import Channel, Message
 from megatron_lazarus.elastic.settings import ENDING_GRACE_S, QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
 
@@ -58,13 +59,19 @@ class Worker:
 
 @dataclass
 class Node:
-    """One incarnation of a node: a name may come back with another one."""
+    """One incarnation of a node: a name may come back with another one.
+
+    ``awaited_since``: a member that has yet to come to this coordinator from the one before. ``agent_port``: where its
+    agent answers other agents.
+    """
 
     name: str
     incarnation: str
     local_size: int
     agent: Channel | None = None
     agent_heard: float = 0.0
+    agent_port: int = 0
+    awaited_since: float | None = None
     state: NodeState = "starting"
     joined: int = 0
     drain_deadline: float | None = None
@@ -83,6 +90,11 @@ class Node:
     @property
     def address(self) -> str:
         return next((worker.channel.address for worker in self.workers.values()), "")
+
+    @property
+    def voter(self) -> Voter:
+        address = self.agent.address if self.agent is not None else self.address
+        return Voter(self.name, self.incarnation, address, self.agent_port, self.local_size, self.joined)
 
     def describe(self) -> Message:
         draining = self.drain_deadline is not None and self.alive
@@ -171,7 +183,7 @@ def tell_end(nodes: Iterable[Node], result: Message) -> None:
         for worker in node.present:
             worker.channel.send({"push": "ended", "result": result})
         if node.agent is not None:
-            node.agent.send({"do": "shutdown", "completed": result["status"] == "completed"})
+            node.agent.send({"do": "shutdown", "result": result})
 
 
 def begin_same_step(workers: Iterable[Worker]) -> bool:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lazarus.elastic import agent
-from megatron_lazarus.elastic.journal import JOB_FILE, RESULT_FILE, write_json
+from megatron_lazarus.elastic.journal import ENDED_WELL, JOB_FILE, RESULT_FILE, write_json
 from megatron_lazarus.elastic.messages import BlockingChannel, Message, split_address
 from megatron_lazarus.elastic.place import divided_devices
+from megatron_lazarus.elastic.processes import die_with
 from megatron_lazarus.elastic.settings import HANDSHAKE_TIMEOUT_S, SHUTDOWN_LIMIT_S, ElasticConfig
 
 RUN_FILE = "run.json"
@@ -80,7 +81,7 @@ def _reporting(command: Any) -> Any:
 
 
 def run_job(arguments: argparse.Namespace) -> int:
-    """Run a job's processes of this machine until they end; 0 only if the job completed."""
+    """Run a job's processes of this machine until they end; 0 only if the job completed, or all nodes have left it."""
     log_dir = arguments.log_dir.resolve()
     config = _elastic_config(arguments.nnodes, arguments.config)
     if arguments.nproc_per_node < 1 or arguments.local_nodes < 1:
@@ -116,7 +117,10 @@ def _wait(coordinator: subprocess.Popen[bytes] | None, agents: list[subprocess.P
             process.send_signal(signal.SIGTERM)
 
     def stop(*_: object) -> None:
-        (coordinator.terminate if coordinator is not None else drain)()
+        if coordinator is not None and coordinator.poll() is None:
+            coordinator.terminate()
+        elif coordinator is None or not _end(log_dir):
+            drain()
 
     for number, handler in ((signal.SIGTERM, drain), (signal.SIGUSR1, drain), (signal.SIGINT, stop)):
         signal.signal(number, handler)
@@ -124,20 +128,42 @@ def _wait(coordinator: subprocess.Popen[bytes] | None, agents: list[subprocess.P
         if coordinator is None:
             return max(_bounded_code(process.wait()) for process in agents)
         code = _bounded_code(coordinator.wait())
-        deadline = time.monotonic() + SHUTDOWN_LIMIT_S
+        # Without a result the job goes on under another coordinator, for as long as there are agents.
+        limit_s = None if read_json(log_dir / RESULT_FILE) is None else SHUTDOWN_LIMIT_S
+        deadline = time.monotonic() + (limit_s or 0.0)
         for process in agents:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
+                process.wait(None if limit_s is None else max(0.1, deadline - time.monotonic()))
     finally:
         for process in [*agents, *([coordinator] if coordinator else [])]:
             process.kill()
             process.wait()
-    result = read_json(log_dir / RESULT_FILE)
-    if result is None:
-        print("lazarus run: the coordinator ended without a result", file=sys.stderr)
-        return code or 1
+    result = conclude(log_dir, code)
+    code = int(result["status"] not in ENDED_WELL)
     print(f"lazarus run: {describe_result(result)}", file=sys.stderr if code else sys.stdout)
     return code
+
+
+def conclude(log_dir: Path, coordinator_code: int) -> dict[str, Any]:
+    """The result of a job that has ended; one that has lost all its coordinators gets its result here."""
+    result = read_json(log_dir / RESULT_FILE)
+    if result is None:
+        reason = (
+            f"its coordinator ended with status {coordinator_code} and without a result, and no other finished the "
+            f"job; see coordinator.log and the agents' logs in {log_dir}"
+        )
+        result = {"status": "failed", "reason": reason, "generation": 0, "step": -1, "failures": [], "value": None}
+        write_json(log_dir / RESULT_FILE, result)
+    return result
+
+
+def _end(log_dir: Path) -> bool:
+    """Ask the coordinator that has taken over to end the job; False if there is none."""
+    try:
+        return not _ask(log_dir, {"do": "end", "why": "stopped by SIGINT"})["error"]
+    except (CommandError, OSError) as error:
+        print(f"lazarus run: {error}", file=sys.stderr)
+        return False
 
 
 def start_service(name: str, arguments: Sequence[str], *, environment: dict[str, str], log_dir: Path) -> Any:
@@ -152,7 +178,7 @@ def start_service(name: str, arguments: Sequence[str], *, environment: dict[str,
             stderr=output,
             # Ctrl-C reaches only us, who know what is to be done.
             start_new_session=True,
-            preexec_fn=lambda: agent.die_with(parent),
+            preexec_fn=lambda: die_with(parent),
         )
 
 
@@ -210,7 +236,7 @@ def show_status(arguments: argparse.Namespace) -> int:
     """Print the job's nodes; 1 if the job has failed."""
     if result := read_json(arguments.log_dir / RESULT_FILE):
         print(describe_result(result))
-        return int(result["status"] != "completed")
+        return int(result["status"] not in ENDED_WELL)
     status = _ask(arguments.log_dir, {"do": "status"})
     print(f"generation {status['generation']}, {status['phase']}, step {status['step']}")
     for name, node in status["nodes"].items():
@@ -269,5 +295,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def describe_result(result: dict[str, Any]) -> str:
     """A completion marker in words."""
     reason = f": {result['reason']}" if result["reason"] else ""
-    text = f"the job has {result['status']} in generation {result['generation']} at step {result['step']}{reason}"
+    verb = "been drained" if result["status"] == "drained" else result["status"]
+    text = f"the job has {verb} in generation {result['generation']} at step {result['step']}{reason}"
     return "\n  ".join([text, *result["failures"]])

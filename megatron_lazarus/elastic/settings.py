@@ -37,6 +37,9 @@ EXIT_MEANINGS = {
 }
 """Why a worker ends itself."""
 
+EXIT_DEPOSED = 78
+"""Of a coordinator that must not rule any more; the job may go on under another one."""
+
 
 @dataclass(frozen=True)
 class ElasticConfig:

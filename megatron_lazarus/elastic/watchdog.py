@@ -21,29 +21,39 @@ from megatron_lazarus.elastic.settings import EXIT_EVICTED, EXIT_LEASE, ElasticC
 logger = logging.getLogger(__name__)
 
 UNBLOCK_INTERVAL_S = 0.05
+RECONNECT_INTERVAL_S = 0.1
 
-Connect = Callable[[float], tuple[BlockingChannel, Message]]
-"""Connects and says hello within so many seconds: (channel, the coordinator's answer). Raises OSError."""
+Connect = Callable[[float, Message], tuple[BlockingChannel, Message]]
+"""Connects within so many seconds and says hello, with where the worker stands: (channel, the coordinator's answer).
+
+Raises OSError.
+"""
 
 
 class Watchdog(threading.Thread):
     """One per worker. ``unblock(generation)`` is called again and again while that generation is broken."""
 
-    def __init__(self, name: str, connect: Connect, start_limit_s: float) -> None:
+    def __init__(
+        self, name: str, connect: Connect, start_limit_s: float, is_replaced: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``is_replaced`` tells whether there is a later coordinator than the one connected to."""
         super().__init__(name="lazarus-watchdog", daemon=True)
-        self._name, self._connect = name, connect
+        self._name, self._connect, self._is_replaced = name, connect, is_replaced
+        self.generation = self._built = 0
+        self._progress: tuple[int, str, int, float] = (-1, "start", 0, time.monotonic())
         self._channel, welcome = self._first_contact(start_limit_s)
         self.config = ElasticConfig(**welcome["welcome"])
         self.coordinator_host = str(welcome["host"])
         self.local_address = self._channel.local_address
         self.unblock: Callable[[int], None] = lambda generation: None
         self.changed = threading.Condition()
-        self.generation = 0
         self.broken = 0
         self.broken_why = ""
         self.pending: Message = {"join": [], "drain": {}}
         self.result: dict[str, Any] | None = None
-        self._progress: tuple[int, str, int, float] = (-1, "start", 0, time.monotonic())
+        self._sending = threading.Lock()
+        self._unsure: list[tuple[int, Message]] = []
+        self._asked: dict[int, Message] = {}
         self._replies: dict[int, Message] = {}
         self._requests = 0
         self._beats = 0
@@ -55,7 +65,7 @@ class Watchdog(threading.Thread):
         deadline = time.monotonic() + limit_s
         while True:
             try:
-                return self._connect(max(0.1, deadline - time.monotonic()))
+                return self._connect(max(0.1, deadline - time.monotonic()), self._standing)
             except OSError as error:
                 if time.monotonic() > deadline or isinstance(error, ProtocolError):
                     raise
@@ -75,8 +85,19 @@ class Watchdog(threading.Thread):
         step, phase, collective, _ = self._progress
         return f"{self._name}, generation {self.generation}, step {step}, {phase}, collective {collective}"
 
+    @property
+    def _standing(self) -> Message:
+        return {"generation": self.generation, "built": self._built, "step": self.step}
+
     def tell(self, message: Message) -> None:
-        """Send without waiting for an answer. While the coordinator is lost, nothing is sent."""
+        """Send without waiting for an answer. What a coordinator may not have heard, its successor hears."""
+        with self._sending:
+            if message["do"] == "built":
+                self._built = int(message["generation"])
+            self._unsure.append((self._beats, message))
+            self._send(message)
+
+    def _send(self, message: Message) -> None:
         try:
             self._channel.send(message)
         except OSError as error:
@@ -87,11 +108,16 @@ class Watchdog(threading.Thread):
         with self.changed:
             self._requests += 1
             number = self._requests
-        self.tell({"id": number, **message})
+        with self._sending:
+            self._asked[number] = {"id": number, **message}
+            self._send(self._asked[number])
         with self.changed:
-            if not self.changed.wait_for(lambda: number in self._replies or self.result is not None, timeout_s):
-                raise TimeoutError(f"{self.place}: no answer to {message['do']!r} within {timeout_s:g} s")
+            answered = self.changed.wait_for(lambda: number in self._replies or self.result is not None, timeout_s)
             reply = self._replies.pop(number, None)
+        with self._sending:
+            del self._asked[number]
+        if not answered:
+            raise TimeoutError(f"{self.place}: no answer to {message['do']!r} within {timeout_s:g} s")
         return reply if reply is not None else {"ended": self.result}
 
     def release(self) -> None:
@@ -124,15 +150,18 @@ class Watchdog(threading.Thread):
                     message = self._channel.receive(0.0)
             except OSError as error:
                 self._reconnect(error)
+            if time.monotonic() - self._contact > self.config.heartbeat_timeout_s and self._is_replaced():
+                self._reconnect(TimeoutError("there is another one"))
             # After a pause of the whole process, what has arrived meanwhile is read before the lease is looked at.
             if time.monotonic() - self._contact > self.config.lease_s:
                 self._exit(EXIT_LEASE, f"no contact with the coordinator for {self.config.lease_s:g} s (lease_s)")
 
     def _beat(self) -> None:
         step, phase, collective, since = self._progress
-        self._beats += 1
         beat = {"step": step, "phase": phase, "collective": collective, "age_s": round(time.monotonic() - since, 3)}
-        self.tell({"do": "heartbeat", "number": self._beats, **beat})
+        with self._sending:
+            self._beats += 1
+            self._send({"do": "heartbeat", "number": self._beats, **beat})
         if self.drain_asked:
             self.drain_asked = False
             self.tell({"do": "drain"})
@@ -140,6 +169,9 @@ class Watchdog(threading.Thread):
     def _handle(self, message: Message) -> None:
         self._contact = time.monotonic()
         if "ack" in message:
+            # What was sent before that heartbeat has been heard.
+            with self._sending:
+                self._unsure = [entry for entry in self._unsure if entry[0] >= int(message["ack"])]
             return
         if "re" in message:
             with self.changed:
@@ -180,12 +212,23 @@ class Watchdog(threading.Thread):
         self._channel.close()
         while time.monotonic() - self._contact <= self.config.lease_s:
             try:
-                self._channel, _ = self._connect(self.config.heartbeat_timeout_s)
+                channel, welcome = self._connect(self.config.heartbeat_timeout_s, self._standing)
+                self._go_on_with(channel, welcome)
                 return
             except ProtocolError as refusal:
                 self._exit(EXIT_EVICTED, str(refusal))
             except OSError:
-                time.sleep(self.config.heartbeat_interval_s)
+                self._free_main()
+                time.sleep(RECONNECT_INTERVAL_S)
+
+    def _go_on_with(self, channel: BlockingChannel, welcome: Message) -> None:
+        """Tell a coordinator what the one before may not have heard, and ask what that has not answered."""
+        with self._sending:
+            self._channel, self._contact = channel, time.monotonic()
+            self.coordinator_host = str(welcome["host"])
+            for message in [*(message for _, message in self._unsure), *self._asked.values()]:
+                self._send(message)
+        logger.warning("%s: goes on with the coordinator of term %s", self.place, welcome["term"])
 
     def _dump(self, why: str) -> None:
         sys.stderr.write(f"{self.place}: stacks of all threads ({why}):\n")

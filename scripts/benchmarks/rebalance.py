@@ -233,7 +233,7 @@ def print_tables(measured: dict[str, Any]) -> None:
             share = max(moved) / (max(moved) + LONG_INTERVAL * typical)
             print(
                 f"{variant}: {len(moved)} moves in {len(looks[variant])} looks, the slowest took "
-                f"{1000 * max(moved):.0f} ms with planning: {share:.2%} of the time if one comes every {LONG_INTERVAL} steps"
+                f"{1000 * max(moved):.0f} ms: {share:.2%} of the time if one comes every {LONG_INTERVAL} steps"
             )
 
 

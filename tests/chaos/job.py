@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -25,6 +25,7 @@ JOB_LIMIT_S = 60.0
 REFERENCES: dict[str, Ledger] = {}
 
 Line = dict[str, Any]
+AnyJob = TypeVar("AnyJob", bound="TrainingJob")
 
 
 @dataclass
@@ -162,8 +163,24 @@ class TrainingJob(LocalJob):
         self.expect_failure(node)
         self.worker(node).send_signal(signal.SIGSTOP)
 
+    def coordinator_process(self, index: int = -1) -> psutil.Process:
+        """Of all that there have been, by default the newest."""
+        return psutil.Process([event["pid"] for event in self.events() if event["kind"] == "listening"][index])
+
     def kill_coordinator(self) -> None:
-        psutil.Process(self.coordinator.pid).kill()
+        self.coordinator_process().kill()
+
+    def kill_coordinators_host(self, first: str) -> str:
+        """SIGKILL the coordinator and the node it lives on: for the first one, which has a node of no one, ``first``.
+
+        Returns that node.
+        """
+        process = self.coordinator_process()
+        hosts = [name for name, agent in self.agents.items() if process.ppid() == agent.pid]
+        node = hosts[0] if hosts else first
+        process.kill()
+        self.kill_node(node)
+        return node
 
     def drain(self, node: str, number: int = signal.SIGTERM, of_worker: bool = False) -> None:
         """Ask a node to leave; that is no failure, but for one that has not begun yet."""
@@ -191,7 +208,9 @@ class TrainingJob(LocalJob):
                 # One that came too late finds no coordinator any more.
                 fine = process.returncode == 0 or name in self.killed or name not in members
                 assert fine, f"node {name}: status {process.returncode}"
-            failed = Counter(event["node"] for event in self.events() if event["kind"] == "failure")
+            failures = [event for event in self.events() if event["kind"] == "failure"]
+            # A coordinator may be lost before it has done anything about a failure; its successor finds the same one.
+            failed = Counter(node for node, _ in {(event["node"], event["generation"]) for event in failures})
             assert failed <= self.caused, f"failed {failed}, but caused were {self.caused}"
             ledger = self.ledger()
             self._check_training(ledger, self.reference(), tolerance)
@@ -241,7 +260,13 @@ def training_job(
     """A job that starts when ``nodes`` of them are there, which the caller adds; nothing of it is left behind."""
     settings = {"min_nodes": 1, "start_nodes": nodes, "heartbeat_interval_s": 0.25, **settings}
     chosen = {"total_steps": 8, "micro_batches": 6, "dropout": 0.1, "pause_s": 0.02, **(options or {})}
-    job = TrainingJob(nursery, log_dir, ElasticConfig(**settings), chosen)
+    with closing(TrainingJob(nursery, log_dir, ElasticConfig(**settings), chosen)) as job:
+        yield job
+
+
+@contextlib.contextmanager
+def closing(job: AnyJob) -> Iterator[AnyJob]:
+    """Nothing of the job is left behind."""
     try:
         yield job
     finally:

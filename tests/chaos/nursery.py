@@ -177,6 +177,8 @@ def _become(request: dict[str, Any]) -> None:
         os.dup2(output, 2)
         os.close(output)
         os.environ.update(request["environment"])
+        if path := os.environ.get("CHAOS_NETNS"):
+            _enter_network(path)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, (MARK + request["tag"]).encode())
         # Where the core pattern has them written, cores of torch are large.
         faulthandler.enable()
@@ -188,6 +190,13 @@ def _become(request: dict[str, Any]) -> None:
     except BaseException:
         traceback.print_exc()
     _leave(code)
+
+
+def _enter_network(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), f"setns to {path}")
+    os.close(descriptor)
 
 
 def _leave(code: int) -> None:
@@ -209,8 +218,8 @@ def _reference(arguments: list[str]) -> int:
     return 0
 
 
-class _Worker:
-    """A forked worker as the agent sees its subprocesses."""
+class _Child:
+    """A forked process as the agent sees its subprocesses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -229,11 +238,54 @@ class _Worker:
         if self.returncode is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _CoordinatorInWaiting:
+    """A process forked while there is no event loop; it becomes a coordinator if its node's agent is elected."""
+
+    def __init__(self) -> None:
+        from megatron_lazarus.elastic.processes import die_with
+
+        self._socket, theirs = socket.socketpair()
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._socket.close()
+            os.setsid()
+            die_with(parent)
+            self._wait(theirs)
+        theirs.close()
+        self._child = _Child(pid)
+
+    @staticmethod
+    def _wait(connection: socket.socket) -> None:
+        """Never returns."""
+        text, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 1)
+        code = 1
+        try:
+            options = json.loads(text)
+            options[options.index("--listen-fd") + 1] = str(descriptors[0])
+            code = _coordinator(options)
+        except BaseException:
+            traceback.print_exc()
+        _leave(code)
+
+    async def spawn(self, options: list[str], descriptor: int) -> _Child:
+        socket.send_fds(self._socket, [json.dumps(options).encode()], [descriptor])
+        return self._child
+
+    def close(self) -> None:
+        self._child.kill()
+        if self._child.returncode is None:
+            os.waitpid(self._child.pid, 0)
+
 
 def _node(arguments: list[str]) -> int:
     """An agent whose workers are forked before its event loop exists, so that they inherit nothing of it."""
-    from megatron_lazarus.elastic.agent import Agent, die_with
+    from megatron_lazarus.elastic.agent import Agent
     from megatron_lazarus.elastic.messages import split_address
+    from megatron_lazarus.elastic.processes import die_with
 
     parser = argparse.ArgumentParser()
     for name in ("--node", "--coordinator", "--nproc-per-node", "--log-dir", "--options"):
@@ -241,6 +293,7 @@ def _node(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     address, size = split_address(options.coordinator), int(options.nproc_per_node)
     agent: Any = Agent(options.node, [address], os.environ["LAZARUS_TOKEN"], size, [], Path(options.log_dir))
+    agent.succession.open(os.environ.get("CHAOS_ADDRESS", "127.0.0.1"))
     pids = []
     for local_rank in range(size):
         parent, pid = os.getpid(), os.fork()
@@ -249,6 +302,7 @@ def _node(arguments: list[str]) -> int:
             die_with(parent)
             os.environ.update(
                 LAZARUS_COORDINATOR=options.coordinator,
+                LAZARUS_AGENT=agent.succession.address,
                 LAZARUS_NODE=options.node,
                 LAZARUS_INCARNATION=agent._incarnation,
                 LAZARUS_LOCAL_SIZE=str(size),
@@ -258,19 +312,24 @@ def _node(arguments: list[str]) -> int:
             _worker(Path(options.log_dir), f"{options.node}.{local_rank}", json.loads(options.options))
         pids.append(pid)
 
-    async def start(local_rank: int) -> _Worker:
-        return _Worker(pids[local_rank])
+    waiting = _CoordinatorInWaiting()
+
+    async def start(local_rank: int) -> _Child:
+        return _Child(pids[local_rank])
 
     async def run() -> int:
         return int(await agent.run())
 
     agent._start = start
+    agent.succession.spawn = waiting.spawn
     logging.basicConfig(level=logging.INFO, format="%(asctime)s agent: %(message)s", force=True)
     try:
         return asyncio.run(run())
     except ConnectionError as error:
         logging.error("%s", error)
         return 1
+    finally:
+        waiting.close()
 
 
 def _worker(log_dir: Path, name: str, options: dict[str, Any]) -> None:

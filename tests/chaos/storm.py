@@ -57,7 +57,8 @@ class Storm:
         if len(self.alive) > FEWEST:
             kinds += ["node", "worker", "stop", "drain", "point", "point", "outside"]
         if len(self.alive) > FEWEST + 1:
-            kinds += ["two", "recovery", "recovery", "drain-and-death"]
+            # With the coordinator gone as well, more than half must still be there to elect another.
+            kinds += ["two", "recovery", "recovery", "drain-and-death", "coordinator", "coordinator"]
         if len(self.alive) > 5:
             kinds = kinds[2:]
         kind = self.random.choice(kinds)
@@ -87,6 +88,12 @@ class Storm:
     def _stop(self, step: int) -> None:
         node = self._victim()
         self._do(step, f"stop {node}", lambda job: _ignore_absence(job.stop_worker, node))
+
+    def _coordinator(self, step: int) -> None:
+        """The host that it lives on; for the first one, which is no node's, it is chosen here."""
+        node = self._victim()
+        what = f"kill the coordinator's host (at first {node})"
+        self._do(step, what, lambda job: _ignore_absence(job.kill_coordinators_host, node))
 
     def _two(self, step: int) -> None:
         one, other = self._victim(), self._victim()
@@ -175,7 +182,9 @@ def happened(job: TrainingJob) -> Counter[str]:
     found: Counter[str] = Counter()
     members: set[str] = set()
     for event in job.events():
-        if event["kind"] == "failure":
+        if event["kind"] == "listening" and event["term"] > 1:
+            found["coordinator replaced"] += 1
+        elif event["kind"] == "failure":
             found[f"failure: {event['cause']}"] += 1
         elif event["kind"] == "left":
             found["drain"] += 1

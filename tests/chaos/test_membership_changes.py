@@ -204,16 +204,6 @@ def test_step_that_all_refuse_ends_the_job(nursery: Nursery, tmp_path: Path) -> 
         assert "StepRefused" in json.dumps(result)
 
 
-def test_coordinator_dies(nursery: Nursery, tmp_path: Path) -> None:
-    with training_job(nursery, tmp_path, 3, LONG, heartbeat_timeout_s=1.0, lease_s=2.0) as job:
-        job.add("n0", "n1", "n2")
-        job.wait_for_step(2)
-        job.kill_coordinator()
-        for process in job.agents.values():
-            assert process.wait(30) != 0
-        assert "contact with the coordinator" in job.logs()
-
-
 @pytest.mark.extensive
 @pytest.mark.parametrize(
     ("options", "tolerance"),

@@ -69,7 +69,8 @@ class Worker:
         return 0 if elastic is None else elastic.membership.generation.number
 
     def write(self, kind: str, **fields: Any) -> None:
-        self.ledger.write(json.dumps({"kind": kind, "generation": self.generation, **fields}) + "\n")
+        line = {"kind": kind, "time": time.time(), "generation": self.generation, **fields}
+        self.ledger.write(json.dumps(line) + "\n")
         self.ledger.flush()
 
     def data(self, step: int, number: int) -> dict[str, torch.Tensor]:

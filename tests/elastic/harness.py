@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from megatron_lazarus.elastic.agent import die_with
+from megatron_lazarus.elastic.processes import die_with
 from megatron_lazarus.elastic.settings import ElasticConfig
 from tests.distributed.launch import REPOSITORY, TAG, free_port, kill_tagged, tagged
 
@@ -98,11 +98,14 @@ class LocalJob:
         while time.monotonic() < deadline:
             if (result := found()) is not None:
                 return result
-            if self.coordinator.poll() is not None and (result := found()) is None:
-                raise AssertionError(f"{what}: the coordinator has ended\n{self.logs()}")
+            if self._is_over() and (result := found()) is None:
+                raise AssertionError(f"{what}: the job has ended\n{self.logs()}")
             time.sleep(0.02)
         self.dump_stacks()
         raise AssertionError(f"{what} within {limit:g} s\n{self.logs()}")
+
+    def _is_over(self) -> bool:
+        return all(process.poll() is not None for process in (self.coordinator, *self.agents.values()))
 
     def dump_stacks(self) -> None:
         for process in tagged(self.tag):
@@ -162,7 +165,9 @@ class LocalJob:
                 self.dump_stacks()
                 raise AssertionError(f"{name} has not ended within {limit:g} s\n{self.logs()}") from None
         assert [process.cmdline() for process in tagged(self.tag)] == []
-        return json.loads((self.log_dir / "result.json").read_text())
+        path = self.log_dir / "result.json"
+        assert path.exists(), f"the job has no result\n{self.logs()}"
+        return json.loads(path.read_text())
 
     def seconds_until_working(self, since: float, generation: int, limit: float = START_LIMIT_S) -> float:
         return float(self.wait_for("working", limit, generation=generation)["time"]) - since

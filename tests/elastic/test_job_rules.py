@@ -45,7 +45,7 @@ class World:
     def arrive(self, *names: str) -> None:
         for name in names:
             node = self.job.add_node(name, f"{name}@{self.now}", 1)
-            node.agent = Recorder()  # type: ignore[assignment]
+            node.agent, node.agent_heard = Recorder(), self.now  # type: ignore[assignment]
             worker = Worker(node, 0, Recorder(), self.now, since=self.now)  # type: ignore[arg-type]
             node.workers[0] = worker
             self.workers[name] = worker
@@ -68,7 +68,7 @@ class World:
         self.now += seconds
         for name, worker in self.workers.items():
             if name not in silent:
-                worker.heard = self.now
+                worker.heard = worker.node.agent_heard = self.now
         self.job.tick()
 
     @property
@@ -98,6 +98,24 @@ def test_the_start_waits_for_nodes_within_the_window() -> None:
     world.pass_time(2)
     assert (world.job.generation, world.members) == (1, "ab")
     assert World(start_nodes=1, min_nodes=1).job.generation == 0
+
+
+def test_nodes_that_fail_before_the_start_are_waited_for() -> None:
+    world = World(min_nodes=1, start_nodes=3, join_window_s=10)
+    world.arrive("a")
+    world.fail("a")
+    world.pass_time(9)
+    assert world.job.result is None
+    world.arrive("b")
+    world.fail("b")
+    world.pass_time(2)
+    assert world.job.result is not None
+    assert world.job.result["reason"] == "every node failed before the start"
+    # Where none can come any more, nothing is waited for.
+    world = World(min_nodes=1, start_nodes=1)
+    world.arrive("a")
+    world.fail("a")
+    assert world.job.result is not None
 
 
 def test_ranks_are_dealt_in_order_of_members() -> None:
@@ -218,6 +236,22 @@ def test_a_drained_node_leaves_without_failure() -> None:
     world.job.leave(world.workers["b"])
     assert (world.job.generation, world.members, world.job.nodes["b"].state) == (2, "a", "left")
     assert "not in the job" in str(world.job.drain("x"))
+
+
+def test_a_job_that_all_nodes_leave_is_drained() -> None:
+    world = started("a", "b")
+    for name in "ab":
+        world.job.drain(name)
+    for name in "ab":
+        world.job.leave(world.workers[name])
+    assert world.job.result is not None
+    assert world.job.result["status"] == "drained"
+    world = started("a", "b")
+    world.job.drain("b")
+    world.fail("a")
+    world.job.leave(world.workers["b"])
+    assert world.job.result is not None
+    assert world.job.result["status"] == "failed"
 
 
 def test_a_drain_that_takes_too_long_is_a_failure() -> None:
