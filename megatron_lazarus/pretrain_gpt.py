@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lazarus.checkpoint.manifest import CheckpointError
+from megatron_lazarus.checkpoint.files import CheckpointError
 from megatron_lazarus.config import LazarusConfig, batch_sizes, refuse_unsupported, slots_per_rank
 from megatron_lazarus.joining import joins_coordinator, private_world
 from megatron_lazarus.models.arguments import check_arguments, parse_arguments

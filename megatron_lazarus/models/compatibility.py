@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatron_lazarus.checkpoint.manifest import CheckpointError, Manifest, read_latest
+from megatron_lazarus.checkpoint.files import CheckpointError
+from megatron_lazarus.checkpoint.manifest import Manifest, read_latest
 from megatron_lazarus.models.gpt import GPTConfig
 
 
