@@ -23,6 +23,7 @@ from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, 
 from megatron_lazarus.expert_state import lost_records
 from megatron_lazarus.handshake import Report
 from megatron_lazarus.json_exchange import broadcast_bytes, broadcast_json, gather_json
+from megatron_lazarus.lost_experts import restore_lost
 from megatron_lazarus.placing import plan_for, spread
 from megatron_lazarus.planning.mapping import map_plan
 from megatron_lazarus.planning.plan import Placement, Plan
@@ -36,6 +37,9 @@ REGROUP_LIMIT_S = 300.0
 
 PUBLISH_LIMIT_S = 30.0
 """How long the coordinator may take to say whether a checkpoint may be published."""
+
+CHANGE_LIMIT_S = 10.0
+"""How long a change of the world waits for a checkpoint that is being written, before that counts as failed."""
 
 Outcome = TypeVar("Outcome")
 
@@ -69,6 +73,7 @@ class Elastic:
         self._told_working = 0
         self._in_step = True
         self._finished_elsewhere: Any = None
+        self._saved: list[int] = []
         self._collectives = 0
         self._phase = "start"
         self._engine: Any = None
@@ -78,6 +83,9 @@ class Elastic:
         if self.membership.generation is None:
             raise RuntimeError("this process has not joined a generation yet")
         return self.membership.generation
+
+    def _may_publish(self) -> bool:
+        return self.membership.may_publish(self._generation.number, PUBLISH_LIMIT_S)
 
     @property
     def _begins(self) -> int | None:
@@ -92,8 +100,9 @@ class Elastic:
         """Bind to ``engine``, which has no place in a world yet, and bring it into the first generation."""
         self._engine = engine
         engine.experts.peers.observe = self._observe
-        engine._checkpoint.generation = lambda: self._generation.number
-        engine._checkpoint.may_publish = lambda: self.membership.may_publish(self._generation.number, PUBLISH_LIMIT_S)
+        engine._checkpoint.saver.generation = lambda: self._generation.number
+        engine._checkpoint.saver.may_publish = self._may_publish
+        engine._checkpoint.history.report = self.membership.event
         if threading.current_thread() is threading.main_thread():
             self.membership.drain_on_signals()
         engine.protocol.wants_change = lambda: bool(self.membership.pending)
@@ -158,11 +167,18 @@ class Elastic:
         self._collectives = 0
         repoint(engine.deepspeed_engine, generation.rank, generation.world_size, engine.sizes.micro_batches)
         clock.lap("build")
+        # Nothing that was being saved goes on; what is complete, is complete for all.
+        self._saved = engine._checkpoint.interrupt()
         reports = self._reports()
+        engine._checkpoint.settle({number for report in reports for number in report.saves})
         settled = [rank for rank, report in enumerate(reports) if report.operation is not None]
         newest = max((reports[rank] for rank in settled), key=lambda report: report.operation or 0, default=None)
         self._agree(newest)
         source = settled[0] if settled else 0
+        if newest is not None:
+            # Alike on all: a member may have missed a save that the others have begun, and a newcomer knows of none.
+            history = engine._checkpoint.history
+            history.restore(broadcast_json(history.to_json(), reports.index(newest)))
         if len(settled) < len(reports):
             self._give_state(source, newest, reports[source].counted, generation.rank)
         clock.lap("state")
@@ -178,7 +194,7 @@ class Elastic:
         mine = {
             "operation": self.operation,
             "outcome": self.outcome,
-            "checkpoint": self._engine._checkpoint.newest,
+            "saves": self._saved,
             "holdings": self._engine.experts.holdings,
             "counted": self.goodput.since_begin(),
         }
@@ -186,9 +202,6 @@ class Elastic:
 
     def _agree(self, newest: Report | None) -> None:
         """Complete the operation in progress with what the ``newest`` member got of it, or drop it."""
-        if newest is not None:
-            # Experts that all have lost must come from one checkpoint, and a newcomer has none of its own.
-            self._engine._checkpoint.newest = newest.checkpoint
         if self.operation is None or newest is None:
             return
         behind = (newest.operation or 0) - self.operation
@@ -221,7 +234,7 @@ class Elastic:
         # After ``_agree`` holdings are as reported, but a report is of this generation only.
         fresh = all(not report.operation for report in reports) and engine.global_steps == 0
         if lost and not fresh:
-            engine.restore_lost(lost, generation.rank, generation.world_size)
+            restore_lost(experts, engine._checkpoint, lost, generation.rank, generation.world_size)
         for layer, expert in lost if fresh else ():
             # Built alike on every rank; of each expert one rank's values count.
             if expert * generation.world_size // counts[layer] == generation.rank:
@@ -342,6 +355,9 @@ class Elastic:
         pending = self.membership.pending
         joining, draining, short = broadcast_json([list(pending.join), list(pending.drain), pending.short], 0)
         leaving = [member.node for member in generation.members if member.node in draining]
+        if joining or leaving or short:
+            # What goes on into the next generation is not completed there.
+            self._engine._checkpoint.finish(CHANGE_LIMIT_S)
         if leaving and len(leaving) < len(generation.members):
             self._hand_over(generation, leaving)
         return joining, leaving, short

@@ -1,7 +1,7 @@
 """The dense part as tensors that several ranks share in writing, and a small rest that one of them writes.
 
-``take_apart`` replaces the tensors of a nested state by marks; ``put_together`` undoes it. What remains is plain values,
-written by ``torch.save`` and loaded with ``weights_only``.
+``take_apart`` replaces the tensors of a nested state by marks; ``put_together`` undoes it. What remains is plain
+values, written by ``torch.save`` and loaded with ``weights_only``.
 """
 
 from __future__ import annotations

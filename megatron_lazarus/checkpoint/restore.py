@@ -1,4 +1,4 @@
-"""Reads what writer.py wrote: records in any mix of parts, and the dense part. Everything is checked before it is used."""
+"""Reads what writer.py wrote: records in any mix of parts, and the dense part. All is checked before it is used."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Writes tensors as safetensors files, one part of a record at a time: no model, no process group, no copy in memory."""
+"""Writes tensors as safetensors files, one part of a record at a time: no model, no process group, no copy."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from megatron_lazarus.checkpoint.manifest import FileEntry, PartEntry
 CONTENTS = ("all", "moments")
 MASTER = "master"
 PARAMETER = "parameter"
+STEP = "step"
 _CHUNK = 8 << 20
 
 TYPES = {
@@ -69,11 +72,24 @@ def write_tensors(
         header[key] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return _write_new(
+        directory, name, [len(text).to_bytes(8, "little") + text, *map(_bytes_of, tensors.values())], between
+    )
+
+
+def write_bytes(directory: str, name: str, data: bytes) -> FileEntry:
+    """Like ``write_tensors``, for a file of another kind."""
+    return _write_new(directory, name, [data], lambda: None)
+
+
+def _write_new(
+    directory: str, name: str, blocks: Sequence[bytes | memoryview], between: Callable[[], None]
+) -> FileEntry:
     digest, size = hashlib.sha256(), 0
     path = os.path.join(directory, name)
     with open(path, "xb", buffering=0) as file:
         try:
-            for block in (len(text).to_bytes(8, "little") + text, *map(_bytes_of, tensors.values())):
+            for block in blocks:
                 view = memoryview(block)
                 for start in range(0, len(view), _CHUNK):
                     between()
@@ -84,7 +100,8 @@ def write_tensors(
                 size += len(view)
             os.fsync(file.fileno())
         except BaseException:
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
             raise
     return FileEntry(name, size, digest.hexdigest())
 
@@ -106,4 +123,5 @@ def write_part(
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    data: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)

@@ -150,7 +150,8 @@ def test_layout_and_publication(workers: Pools, tmp_path: Path) -> None:
     tag = tmp_path / "global_step1"
     manifest = json.loads((tag / "manifest.json").read_text())["manifest"]
     on_disk = {str(path.relative_to(tag)) for path in tag.rglob("*") if path.is_file()} - {"manifest.json"}
-    assert {entry["name"] for entry in manifest["files"]} == on_disk
+    records = {part["name"] for entry in manifest["experts"] for part in entry["parts"]}
+    assert {entry["name"] for entry in manifest["files"]} | records == on_disk
     assert sum(name.startswith("experts/") for name in on_disk) == 2 * 6
 
 
