@@ -84,9 +84,6 @@ class Elastic:
             raise RuntimeError("this process has not joined a generation yet")
         return self.membership.generation
 
-    def _may_publish(self) -> bool:
-        return self.membership.may_publish(self._generation.number, PUBLISH_LIMIT_S)
-
     @property
     def _begins(self) -> int | None:
         """The number of the step that is done next, -1 if this process has no state; None: what is next is no step."""
@@ -100,8 +97,8 @@ class Elastic:
         """Bind to ``engine``, which has no place in a world yet, and bring it into the first generation."""
         self._engine = engine
         engine.experts.peers.observe = self._observe
-        engine._checkpoint.saver.generation = lambda: self._generation.number
-        engine._checkpoint.saver.may_publish = self._may_publish
+        number = engine._checkpoint.saver.generation = lambda: self._generation.number
+        engine._checkpoint.saver.may_publish = lambda: self.membership.may_publish(number(), PUBLISH_LIMIT_S)
         engine._checkpoint.history.report = self.membership.event
         if threading.current_thread() is threading.main_thread():
             self.membership.drain_on_signals()

@@ -72,7 +72,7 @@ class SaveHistory:
         self.ledger.save(save.tokens)
         if self._rank() == 0:
             logger.info("checkpoint %s is complete", attempt.directory)
-            self.report("checkpoint", tag=attempt.tag, step=attempt.step, experts=attempt.k)
+            self.report("checkpoint", tag=attempt.tag, steps=attempt.step, experts=attempt.k)
 
     def failed(self, directory: str, reason: str) -> None:
         """A save has come to nothing; training goes on, unless ``strict``."""
