@@ -176,7 +176,9 @@ class Saver:
         """Experts per layer to write this time."""
         settings, history = self._settings, self._history
         most = max(history.num_experts, default=0)
-        if len(base_of(self._base(save_dir), save_dir, settings.content)) < sum(history.num_experts):
+        known = len(base_of(self._base(save_dir), save_dir, settings.content))
+        coming = any(one.attempt.save_dir == save_dir and one.attempt.k >= most for one in history.in_flight)
+        if known < sum(history.num_experts) and not coming:
             # Without a save that the others could be taken from, there are no others.
             return most
         if not isinstance(settings.persist_experts, int):
