@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 
 from megatron_lazarus.checkpoint.attempt import Attempt, PlannedFile, Publication, Save, composed, is_published
 from megatron_lazarus.checkpoint.files import CheckpointError, fsync_path, write_atomically
+from megatron_lazarus.checkpoint.manifest import NAME as MANIFEST
 from megatron_lazarus.checkpoint.manifest import ExpertEntry, FileEntry, Manifest, PartEntry
 from megatron_lazarus.checkpoint.owner import BEAT_S, Owner
 from megatron_lazarus.checkpoint.retention import INCOMPLETE, discard, prune
@@ -40,7 +41,9 @@ class BackgroundWriter:
     """A thread that brings saves to storage, in order.
 
     ``limit_s``: see ``PERSIST_LIMIT_S``. On rank 0, ``owner`` is of the directory, and ``newest`` the (directory,
-    manifest) that was published or loaded last: what a save does not write is taken from there.
+    manifest) that was published or loaded last: what a save does not write is taken from there. ``broken``: a tag
+    directory of which that cannot be. ``active``: tokens of attempts whose folders exist already; ``preparing`` is held
+    while one makes them.
     """
 
     def __init__(self, limit_s: float = PERSIST_LIMIT_S) -> None:
@@ -49,7 +52,10 @@ class BackgroundWriter:
         self.newest: tuple[str, Manifest] | None = None
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._publishing = threading.Lock()
+        self.broken: str | None = None
         self._pending: list[Save] = []
+        self.active: set[str] = set()
+        self.preparing = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def submit(self, save: Save) -> None:
@@ -127,6 +133,7 @@ class BackgroundWriter:
             self._failed(save, error)
         finally:
             save.release()
+            self.active.discard(save.attempt.token)
             save.finished.set()
 
     def _failed(self, save: Save, error: Exception) -> None:
@@ -206,6 +213,7 @@ class BackgroundWriter:
         for tag, entry, what in manifest.all_files():
             path = os.path.join(attempt.save_dir, tag, entry.name)
             if not os.path.isfile(path) or os.path.getsize(path) != entry.bytes:
+                self._forget_base()
                 raise CheckpointError(f"{path}, which holds {what}, has been removed or changed")
         for folder in ("experts", "dense", "", ".."):
             fsync_path(os.path.join(attempt.directory, folder))
@@ -220,11 +228,26 @@ class BackgroundWriter:
                 raise Cancelled("given up")
             manifest.write(attempt.directory)
             # From here on the checkpoint is complete and nothing of it may be deleted.
-            self.newest = attempt.save_dir, manifest
             if publication.save_latest:
-                write_atomically(os.path.join(attempt.save_dir, "latest"), attempt.tag.encode())
+                self._move_latest(attempt)
+            self.newest = attempt.save_dir, manifest
             save.decide(True)
         self._tidy(save, publication)
+
+    def _move_latest(self, attempt: Attempt) -> None:
+        try:
+            write_atomically(os.path.join(attempt.save_dir, "latest"), attempt.tag.encode())
+        except OSError:
+            if not attempt.suffix:
+                # Not the newest by name, it must not be one at all: the space it takes is of no use.
+                os.unlink(os.path.join(attempt.directory, MANIFEST))
+            raise
+
+    def _forget_base(self) -> None:
+        """What the newest checkpoint names is not there any more: the next save must not refer to it."""
+        if self.newest is not None:
+            self.broken = os.path.join(self.newest[0], self.newest[1].tag)
+            self.newest = None
 
     def _collect(
         self, save: Save, publication: Publication, deadline: float
@@ -256,8 +279,8 @@ class BackgroundWriter:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(attempt.directory, INCOMPLETE))
             if publication.keep_last is not None:
-                spare = [one.attempt.tag for one in self._pending]
-                for tag in prune(attempt.save_dir, publication.keep_last, attempt.tag, spare):
+                arguments = attempt.save_dir, publication.keep_last, attempt.tag, self.active, self.preparing
+                for tag in prune(*arguments):
                     logger.info("checkpoint %s retired", os.path.join(attempt.save_dir, tag))
         except OSError as error:
             logger.warning("old files of %s could not be removed: %s", attempt.save_dir, error)

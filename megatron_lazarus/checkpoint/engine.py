@@ -170,6 +170,7 @@ class ExpertCheckpoint:
                 )
             return self.saver.begin(attempt, self._taken.pop(), save_latest)
         except BaseException:
+            self.writer.active.discard(attempt.token)
             if self._experts.rank == 0:
                 with contextlib.suppress(OSError):
                     discard(attempt.directory, attempt.suffix, attempt.token)

@@ -79,8 +79,7 @@ class Manifest:
     def write(self, directory: str) -> None:
         """Write ``manifest.json``; it carries its own checksum. The tag is complete when this returns."""
         body = {"version": _VERSION, **asdict(self)}
-        text = json.dumps({"sha256": _digest(body), "manifest": body}, indent=1)
-        write_atomically(os.path.join(directory, NAME), text.encode())
+        write_atomically(os.path.join(directory, NAME), _text({"sha256": _digest(body), "manifest": body}).encode())
 
     @classmethod
     def read(cls, directory: str) -> Manifest:
@@ -88,7 +87,8 @@ class Manifest:
         path = os.path.join(directory, NAME)
         try:
             with open(path, encoding="utf-8") as file:
-                data = json.load(file)
+                text = file.read()
+            data = json.loads(text)
             body, digest = data["manifest"], data["sha256"]
         except FileNotFoundError:
             raise CheckpointError(
@@ -96,7 +96,8 @@ class Manifest:
             ) from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
-        if _digest(body) != digest:
+        # Also what JSON does not mind, as other white space, is not what was written.
+        if _digest(body) != digest or _text(data) != text:
             raise CheckpointError(f"{path} is damaged: its checksum does not match")
         if body["version"] not in (1, _VERSION):
             raise CheckpointError(f"{path} has version {body['version']}; this release reads versions 1 and {_VERSION}")
@@ -184,6 +185,10 @@ def _split_old(tag: str, steps: int, files: list[FileEntry]) -> tuple[list[FileE
         else:
             dense.append(entry)
     return dense, "all", sorted(experts, key=lambda entry: (entry.layer, entry.expert))
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, indent=1)
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any
 
 from megatron_lazarus.checkpoint.files import CheckpointError, write_atomically
 from megatron_lazarus.checkpoint.manifest import NAME, Manifest, read_latest
@@ -44,13 +46,20 @@ def superseded(manifests: dict[str, Manifest], newest: str, keep_last: int) -> l
     return older[: max(0, len(older) - (keep_last - 1))]
 
 
-def prune(save_dir: str, keep_last: int | None, newest: str, spare: Iterable[str] = ()) -> list[str]:
+def prune(
+    save_dir: str,
+    keep_last: int | None,
+    newest: str,
+    active: Collection[str],
+    preparing: AbstractContextManager[Any],
+) -> list[str]:
     """Retire checkpoints beyond the ``keep_last`` newest (None: none) and delete what no complete one names.
 
-    Tags in ``spare`` are left alone: they are being written. Returns the retired tags. Raises OSError.
+    ``active``: tokens of attempts in progress, whose files are left alone; while ``preparing`` is held, none begins.
+    Returns the retired tags. Raises OSError.
     """
     manifests = complete_tags(save_dir)
-    untouched = {*spare, newest, read_latest(save_dir)}
+    untouched = {newest, read_latest(save_dir)}
     retired = []
     for name in superseded(manifests, newest, keep_last) if keep_last is not None and newest in manifests else []:
         if name not in untouched:
@@ -73,9 +82,12 @@ def prune(save_dir: str, keep_last: int | None, newest: str, spare: Iterable[str
         return retired
     for name in os.listdir(save_dir):
         directory = os.path.join(save_dir, name)
-        left = any(os.path.isfile(os.path.join(directory, mark)) for mark in (RETIRED, INCOMPLETE))
-        if left and name not in manifests and name not in untouched:
-            _delete(directory, lambda path: path not in needed)
+        if name in manifests or name in untouched:
+            continue
+        if any(os.path.isfile(os.path.join(directory, mark)) for mark in (RETIRED, INCOMPLETE)):
+            with preparing:
+                if marked_for(directory) not in active:
+                    _delete(directory, lambda path: path not in needed)
     return retired
 
 

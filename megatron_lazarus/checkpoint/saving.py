@@ -22,7 +22,7 @@ from megatron_lazarus.checkpoint.manifest import NAME, Manifest
 from megatron_lazarus.checkpoint.memory import BufferPool, HostBuffer, Snapshot
 from megatron_lazarus.checkpoint.model import Experts, describe
 from megatron_lazarus.checkpoint.owner import Owner
-from megatron_lazarus.checkpoint.retention import mark_incomplete, marked_for
+from megatron_lazarus.checkpoint.retention import RETIRED, mark_incomplete, marked_for
 from megatron_lazarus.checkpoint.safety import dump
 from megatron_lazarus.checkpoint.selection import Policy
 from megatron_lazarus.checkpoint.sharing import Unit, piece_limit, share
@@ -161,8 +161,14 @@ class Saver:
     def _prepare(self, save_dir: str, tag: str, token: str, tried: bool) -> str:
         """Make the folders; returns the suffix that keeps this attempt's files apart from what is there."""
         directory = os.path.join(save_dir, tag)
+        with self._writer.preparing:
+            self._writer.active.add(token)
+            return self._make_folders(directory, token, tried)
+
+    def _make_folders(self, directory: str, token: str, tried: bool) -> str:
         complete = os.path.isfile(os.path.join(directory, NAME))
-        if not tried and not complete and marked_for(directory) is not None:
+        retired = os.path.isfile(os.path.join(directory, RETIRED))
+        if not tried and not complete and not retired and marked_for(directory) is not None:
             # Left by a job that died; nothing refers to it.
             shutil.rmtree(directory)
         suffix = f".{token}" if os.path.isdir(directory) else ""
@@ -208,9 +214,9 @@ class Saver:
     def _base(self, save_dir: str) -> tuple[str, Manifest] | None:
         """What saves in ``save_dir`` refer to. Rank 0 may be another process than at the last save."""
         newest = self._history.newest
-        if self._writer.newest is None and newest is not None:
+        if self._writer.newest is None and newest not in (None, self._writer.broken):
             try:
-                self._writer.newest = os.path.dirname(newest), Manifest.read(newest)
+                self._writer.newest = os.path.dirname(newest or ""), Manifest.read(newest or "")
             except CheckpointError as error:
                 logger.warning("everything is saved anew: %s", error)
         return self._writer.newest

@@ -181,7 +181,7 @@ def test_pickle_in_a_dense_file_is_not_executed(workers: Pools, tmp_path: Path) 
             entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     body = json.dumps(document["manifest"], sort_keys=True).encode()
     document["sha256"] = hashlib.sha256(body).hexdigest()
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document, indent=1))
     with pytest.raises(WorkersFailed, match=r"weights_only|Unsupported|UnpicklingError"):
         workers(2)(load_only, str(tmp_path), run, timeout=60)
     assert not mark.exists()
