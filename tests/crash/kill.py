@@ -1,8 +1,8 @@
 """Kills jobs while they save: ``python -m tests.crash.kill --kills 300 --seed 1``.
 
 Jobs are forked from this process, which has everything imported. Each loads what the one before has left, goes on, and
-is killed: at a random moment, or (``--points``) just before the n-th call that changes the directory, for every n. After
-each, what a load takes must be the newest checkpoint that was told to be complete, or the one that was just
+is killed: at a random moment, or (``--points``) just before the n-th call that changes the directory, for every n.
+After each, what a load takes must be the newest checkpoint that was told to be complete, or the one that was just
 becoming so, with the right content.
 """
 
