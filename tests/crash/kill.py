@@ -138,7 +138,7 @@ def check(save_dir: str, before: int, told: list[str]) -> int:
 
 
 def random_moments(count: int, seed: int, folder: str) -> int:
-    """Kill so many jobs at random moments; returns how many were killed while they were saving."""
+    """Kill so many jobs at random moments; those that were done before do not count."""
     source = random.Random(seed)
     kills = 0
     for number, settings in enumerate(SETTINGS):
@@ -147,8 +147,9 @@ def random_moments(count: int, seed: int, folder: str) -> int:
         _, told = run_and_kill(save_dir, settings, delay=None, point=None)
         duration = time.monotonic() - began
         step = check(save_dir, 0, told)
-        for _ in range(len(range(number, count, len(SETTINGS)))):
-            delay = source.uniform(0, 1.1 * duration)
+        wanted = kills + len(range(number, count, len(SETTINGS)))
+        while kills < wanted:
+            delay = source.uniform(0, duration)
             same_tag = source.random() < 0.3
             killed, told = run_and_kill(save_dir, settings, delay=delay, point=None, same_tag=same_tag)
             kills += killed
@@ -181,7 +182,7 @@ def main() -> int:
     try:
         began = time.monotonic()
         killed = random_moments(arguments.kills, arguments.seed, folder)
-        print(f"{killed} of {arguments.kills} jobs were killed at a random moment: each load was of the newest one")
+        print(f"{killed} jobs were killed at a random moment: each load was of the newest one")
         if arguments.points:
             print(f"{all_points(folder)} jobs were killed, one before every call: each load was of the newest one")
         print(f"{time.monotonic() - began:.0f} s")
