@@ -67,6 +67,8 @@ def audit(engine: Any) -> list[Finding]:
     for finding in findings:
         if engine.rank == 0:
             logger.error("audit at step %d: %s; repaired", engine.global_steps, finding)
+    if findings:
+        engine._checkpoint.before_update()
     dense = [finding for finding in findings if finding.layer is None]
     if dense:
         source = dense[0].source

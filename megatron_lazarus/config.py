@@ -76,13 +76,46 @@ class GuardConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints that are written while training goes on; without this section a save returns when it is complete.
+
+    ``persist_experts``: experts of every MoE layer that a save writes, in turn; "all": every save is a full one.
+    ``selection``: whose turn it is: those not saved for longest, or ("load_aware") with most tokens since their save.
+    ``content``: "all" writes nothing of the others; "moments" writes every expert's weights, and of the chosen ones the
+    optimizer state.
+    ``max_lost_token_fraction``: what may be lost of the planned run's token updates of experts, 0..1.
+    ``dynamic_k``: write more experts when that could be exceeded, and fewer again when there is room.
+    ``keep_last``: checkpoints that stay, with all files they refer to; null: all.
+    ``strict``: true makes a save that fails stop the run.
+    """
+
+    persist_experts: int | Literal["all"] = "all"
+    selection: Literal["sequential", "load_aware"] = "sequential"
+    content: Literal["all", "moments"] = "all"
+    max_lost_token_fraction: float = 0.0375
+    dynamic_k: bool = True
+    keep_last: int | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.persist_experts != "all":
+            _at_least(1, "checkpoint", self, "persist_experts")
+        _at_least(1, "checkpoint", self, "keep_last")
+        if not 0 <= self.max_lost_token_fraction <= 1:
+            raise ConfigError(
+                f'"lazarus.checkpoint.max_lost_token_fraction" is {self.max_lost_token_fraction}; it must be 0 to 1'
+            )
+
+
+@dataclass(frozen=True)
 class LazarusConfig:
-    """The whole section. ``enabled``: false leaves DeepSpeed untouched."""
+    """The whole section. ``enabled``: false leaves DeepSpeed untouched. ``checkpoint``: null is as if left out."""
 
     enabled: bool = True
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    checkpoint: CheckpointConfig | None = None
 
     @classmethod
     def from_json(cls, section: object) -> LazarusConfig:
@@ -222,8 +255,9 @@ def _parse(cls: type[_Section], value: object, path: str) -> _Section:
         if key not in fields:
             raise ConfigError(f'unknown key "{path}.{key}"; legal keys are {", ".join(sorted(fields))}')
         hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            arguments[key] = _parse(typing.cast(type, hint), item, f"{path}.{key}")
+        section = next((one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)), None)
+        if section is not None and (item is not None or section is hint):
+            arguments[key] = _parse(typing.cast(type, section), item, f"{path}.{key}")
         else:
             _check_type(hint, item, f"{path}.{key}")
             arguments[key] = item
@@ -239,10 +273,15 @@ def _check_type(hint: Any, value: object, path: str) -> None:
             raise ConfigError(f'"{path}" is {value!r}; legal values are {", ".join(map(repr, typing.get_args(hint)))}')
         return
     options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    literals = [value for option in options for value in typing.get_args(option)]
+    options = tuple(option for option in options if not typing.get_args(option))
+    if isinstance(value, str) and value in literals:
+        return
     for option in options:
         if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
             return
         if isinstance(value, option) and (option is bool or not isinstance(value, bool)):
             return
-    names = " or ".join("null" if option is type(None) else option.__name__ for option in options)
+    legal = ["null" if option is type(None) else option.__name__ for option in options]
+    names = " or ".join([*legal, *map(repr, literals)])
     raise ConfigError(f'"{path}" is {value!r}; it must be {names}')

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from megatron_lazarus.audit import audit
 from megatron_lazarus.checkpoint.engine import ExpertCheckpoint
+from megatron_lazarus.checkpoint.ledger import Ledger
 from megatron_lazarus.config import BatchSizes, LazarusConfig
-from megatron_lazarus.expert_state import ExpertsLost, ExpertState
+from megatron_lazarus.expert_state import ExpertState
 from megatron_lazarus.guard import LossGuard
 from megatron_lazarus.micro_batch import add_values, to_device
 from megatron_lazarus.moe.context import StepContext
@@ -73,7 +74,8 @@ class LazarusEngine:
             ds_engine.communication_data_type = torch.float64
         self.protocol = StepProtocol(ds_engine, experts, sizes, self.guard, gradient_clipping)
         self.rebalancer = Rebalancer(ds_engine, experts, config.experts)
-        self._checkpoint = ExpertCheckpoint(ds_engine, experts)
+        self._checkpoint = self.protocol.checkpoint = ExpertCheckpoint(ds_engine, experts, config.checkpoint)
+        experts.before_change = self._checkpoint.before_update
         self._elastic = elastic
         if elastic is not None:
             elastic.attach(self)
@@ -108,7 +110,8 @@ class LazarusEngine:
 
         The model returns its loss, or (loss, metrics). Under a coordinator the step survives the loss of other nodes,
         and between steps nodes join and leave; this node's own departure raises NodeDrained (a SystemExit, status 0).
-        Raises StepRefused where the guard's policy is to stop.
+        Raises StepRefused where the guard's policy is to stop, and CheckpointError after a save that failed where
+        ``lazarus.checkpoint.strict`` is true.
         """
         if self._elastic is None:
             if self.rebalancer.due(self.global_steps):
@@ -134,9 +137,24 @@ class LazarusEngine:
         return self._together(lambda: [total > 0 for total in self.protocol.all_reduce(values)])
 
     def finish(self) -> None:
-        """Wait until every member has finished; to be called once, at the end of a run under a coordinator."""
+        """Wait for the last checkpoint, and under a coordinator for every member; to be called once, at the end.
+
+        Raises CheckpointError if it fails and ``lazarus.checkpoint.strict`` is true.
+        """
+        self._together(self._checkpoint.finish)
+        self._checkpoint.close()
         if self._elastic is not None:
             self._elastic.finish({"steps": self.global_steps})
+
+    @property
+    def ledger(self) -> Ledger:
+        """Lost tokens. Its ``planned_steps``, if known, should be set before the first step."""
+        return self._checkpoint.history.ledger
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """The directory of the last checkpoint that is known, on all ranks, to be complete or was loaded."""
+        return self._checkpoint.history.newest
 
     @property
     def joined_running(self) -> bool:
@@ -159,20 +177,6 @@ class LazarusEngine:
         self._context.ghost, self._context.phase = False, "forward"
         self._micro_step, self._loss_sum = 0, None
         self._set_boundary()
-
-    def restore_lost(self, lost: Sequence[tuple[int, int]], rank: int, world_size: int) -> None:
-        """Take experts that no member holds from the newest checkpoint; each rank adopts a share of them.
-
-        Raises ExpertsLost if the run has no checkpoint.
-        """
-        names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in lost[:10])
-        folder = self._checkpoint.newest
-        if folder is None:
-            raise ExpertsLost(f"{len(lost)} experts have no replica left, and there is no checkpoint: {names}")
-        if rank == 0:
-            logger.warning("%d experts have no replica left; taken from %s: %s", len(lost), folder, names)
-        for layer, expert in lost[rank::world_size]:
-            self.experts.adopt(layer, self._checkpoint.read_record(folder, layer, expert))
 
     def _train_step(self, micro_batch_fn: MicroBatchFn) -> StepResult:
         step, total = self.global_steps, self.sizes.micro_batches
@@ -197,6 +201,7 @@ class LazarusEngine:
         first, size = step * self.sizes.global_batch_size, self.sizes.global_batch_size
         result = self.protocol.finish(sums, total, f"samples {first}..{first + size - 1}")
         self.rebalancer.observe()
+        self._checkpoint.history.stop_if_strict()
         return result
 
     def _evaluate(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
@@ -329,15 +334,20 @@ class LazarusEngine:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        wait: bool = False,
     ) -> bool:
-        """Save dense state and every expert record; ``latest`` moves only when all of it is on storage.
+        """Save dense state and expert records; ``latest`` moves only when all of it is on storage.
 
-        Raises CheckpointError, before anything is written, for a ``client_state`` that could not be loaded safely.
+        With a section ``lazarus.checkpoint`` this returns when the copy to host memory has begun, unless ``wait``: the
+        state must then change by steps alone until the next one. False: this save has failed; training may go on.
+        Raises CheckpointError, before anything is written, for a ``client_state`` that could not be loaded safely, and
+        where a failed save must stop the run.
         """
         state, attempts = client_state or {}, itertools.count()
         return self._together(
             lambda: self._checkpoint.save(
-                save_dir, tag, state, save_latest, exclude_frozen_parameters, again=next(attempts) > 0
+                save_dir, tag, state, save_latest, exclude_frozen_parameters, again=next(attempts) > 0, wait=wait
             )
         )
 
@@ -353,7 +363,8 @@ class LazarusEngine:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint written at any world size and placement; (None, None) if there is none.
 
-        Raises CheckpointError, before anything is changed, for a damaged checkpoint or one of another model.
+        Without ``tag`` the newest undamaged one. Raises CheckpointError, before anything is changed, if there is only
+        damage, or for a checkpoint of another model.
         """
         loaded: list[tuple[str | None, dict[str, Any] | None]] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,8 @@ class ExpertState:
     ``buffers[layer]`` are this rank's records under ``plan``; without a plan they are empty, until ``change_plan``.
     ``base`` is the client optimizer, whose options and learning rates the experts follow. ``loads[layer]`` are the
     tokens of each expert a step, in the mean of the committed ones of about ``load_steps``, the older the less they
-    count; before the first one, equal. ``counted`` is how many steps they stand for.
+    count; before the first one, equal. ``counted`` is how many steps they stand for. ``before_change`` is called
+    before records move.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ExpertState:
         self.counted = 0.0
         self._load_memory = 1.0 - 1.0 / max(2, load_steps)
         self.quotas = quotas
+        self.before_change: Callable[[], None] = lambda: None
         self.last_moved_bytes = 0
         for layer in layers:
             layer.bind_context(context)
@@ -153,6 +155,7 @@ class ExpertState:
         what the ranks of ``plan`` hold now, by default the plan so far. If another rank fails meanwhile, the exception
         of its collective passes, and every record that this rank had or got is in its ``holdings``.
         """
+        self.before_change()
         moves = migration(held or self.plan, plan).moves
         self.last_moved_bytes = self._arriving_bytes(moves)
         crossing = 0

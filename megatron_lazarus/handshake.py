@@ -13,16 +13,16 @@ class Report:
     """What a member says of itself when a generation begins.
 
     ``operation``: how many it has completed, None if it has no state yet; ``outcome``: of the last one;
-    ``checkpoint``: the newest it knows; ``counted``: see ``Goodput.adopt``.
+    ``saves``: numbers of those in flight that it knows to be complete; ``counted``: see ``Goodput.adopt``.
     """
 
     operation: int | None
     outcome: Any
-    checkpoint: str | None
+    saves: list[int]
     holdings: Holdings
     counted: list[float]
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Report:
         held = tuple(tuple(row) for row in data["holdings"])
-        return cls(data["operation"], data["outcome"], data["checkpoint"], held, data["counted"])
+        return cls(data["operation"], data["outcome"], data["saves"], held, data["counted"])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lazarus.checkpoint.manifest import CheckpointError
+from megatron_lazarus.checkpoint.files import CheckpointError
 from megatron_lazarus.config import LazarusConfig, batch_sizes, refuse_unsupported, slots_per_rank
 from megatron_lazarus.joining import joins_coordinator, private_world
 from megatron_lazarus.models.arguments import check_arguments, parse_arguments
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     job = _Job(args, config, model, blends)
     job.train()
-    job.engine.finish()
+    job.finish()
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
@@ -84,6 +84,7 @@ class _Job:
             split: MicroBatches(blend, args.micro_batch_size, args.global_batch_size) for split, blend in blends.items()
         }
         self._terminated = False
+        self._newest: str | None = None
         if args.exit_signal_handler:
             signal.signal(signal.SIGTERM, self._on_sigterm)
         _init_distributed()
@@ -94,6 +95,8 @@ class _Job:
         args, engine = self.args, self.engine
         started = time.monotonic()
         self._load()
+        self._newest = engine.newest_checkpoint
+        engine.ledger.planned_steps = args.train_iters
         progress = Progress(args, tera_flops_per_step(self.model, args.global_batch_size))
         saved = engine.global_steps
         while engine.global_steps < args.train_iters:
@@ -109,14 +112,20 @@ class _Job:
                 with progress.paused():
                     self._save(iteration)
                 saved = iteration
+            self._tell_saved()
             if reason := self._exit_reason(iteration, started):
                 on_rank_zero(f" [exiting program at iteration {iteration}: {reason}]")
                 break
         iteration = engine.global_steps
         if args.save and saved != iteration:
-            self._save(iteration)
+            self._save(iteration, wait=True)
         if args.eval_iters and iteration >= args.train_iters:
             self._final_evaluation(iteration)
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint and for the other members."""
+        self.engine.finish()
+        self._tell_saved()
 
     def _final_evaluation(self, iteration: int) -> None:
         loss = self._evaluate("validation", f"iteration {iteration} on validation set")
@@ -140,7 +149,7 @@ class _Job:
             on_rank_zero(line)
         return float(metrics["lm loss"])
 
-    def _save(self, iteration: int) -> None:
+    def _save(self, iteration: int, wait: bool = False) -> None:
         folder = self.args.save
         on_rank_zero(f"saving checkpoint at iteration {iteration:7d} to {folder}")
         state = {
@@ -150,7 +159,16 @@ class _Job:
             "tokens": iteration * self.args.global_batch_size * self.args.seq_length,
             "args": self._recorded_arguments(),
         }
-        self.engine.save_checkpoint(folder, client_state=state)
+        self.engine.save_checkpoint(folder, client_state=state, wait=wait)
+
+    def _tell_saved(self) -> None:
+        """Say so, and keep Megatron's tracker, when a save turns out to be complete."""
+        newest = self.engine.newest_checkpoint
+        if newest is None or newest == self._newest:
+            return
+        self._newest = newest
+        folder, tag = os.path.split(newest)
+        iteration = int(tag.removeprefix("global_step"))
         if dist.get_rank() == 0:
             temporary = Path(folder, TRACKER + ".tmp")
             temporary.write_text(str(iteration), encoding="utf-8")

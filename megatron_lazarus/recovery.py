@@ -21,12 +21,12 @@ from megatron_lazarus import dense_state
 from megatron_lazarus.elastic.journal import ENDED_WELL
 from megatron_lazarus.elastic.membership import Generation, GenerationBroken, JobEnded, Membership, NodeDrained
 from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error, use_interface
-from megatron_lazarus.expert_state import lost_records
 from megatron_lazarus.handshake import Report
 from megatron_lazarus.json_exchange import broadcast_bytes, broadcast_json, gather_json
+from megatron_lazarus.lost_experts import hold_everything
 from megatron_lazarus.placing import plan_for, spread
 from megatron_lazarus.planning.mapping import map_plan
-from megatron_lazarus.planning.plan import Placement, Plan
+from megatron_lazarus.planning.plan import Plan
 from megatron_lazarus.repoint import repoint
 from megatron_lazarus.reporting.goodput import Goodput, Laps
 from megatron_lazarus.stragglers import StragglerReports
@@ -38,6 +38,9 @@ REGROUP_LIMIT_S = 300.0
 
 PUBLISH_LIMIT_S = 30.0
 """How long the coordinator may take to say whether a checkpoint may be published."""
+
+CHANGE_LIMIT_S = 10.0
+"""How long a change of the world waits for a checkpoint that is being written, before that counts as failed."""
 
 Outcome = TypeVar("Outcome")
 
@@ -64,6 +67,7 @@ class Elastic:
         self._told_working = 0
         self._in_step = True
         self._finished_elsewhere: Any = None
+        self._saved: list[int] = []
         self._collectives = 0
         self._phase = "start"
         self._engine: Any = None
@@ -87,8 +91,9 @@ class Elastic:
         """Bind to ``engine``, which has no place in a world yet, and bring it into the first generation."""
         self._engine = engine
         engine.experts.peers.observe = self._observe
-        engine._checkpoint.generation = lambda: self._generation.number
-        engine._checkpoint.may_publish = lambda: self.membership.may_publish(self._generation.number, PUBLISH_LIMIT_S)
+        number = engine._checkpoint.saver.generation = lambda: self._generation.number
+        engine._checkpoint.saver.may_publish = lambda: self.membership.may_publish(number(), PUBLISH_LIMIT_S)
+        engine._checkpoint.history.report = self.membership.event
         if threading.current_thread() is threading.main_thread():
             self.membership.drain_on_signals()
         engine.rebalancer.report = self.membership.event
@@ -154,15 +159,22 @@ class Elastic:
         self._collectives = 0
         repoint(engine.deepspeed_engine, generation.rank, generation.world_size, engine.sizes.micro_batches)
         clock.lap("build")
+        # Nothing that was being saved goes on; what is complete, is complete for all.
+        self._saved = engine._checkpoint.interrupt()
         reports = self._reports()
+        engine._checkpoint.settle({number for report in reports for number in report.saves})
         settled = [rank for rank, report in enumerate(reports) if report.operation is not None]
         newest = max((reports[rank] for rank in settled), key=lambda report: report.operation or 0, default=None)
         self._agree(newest)
         source = settled[0] if settled else 0
+        if newest is not None:
+            # Alike on all: a member may have missed a save that the others have begun, and a newcomer knows of none.
+            history = engine._checkpoint.history
+            history.restore(broadcast_json(history.to_json(), reports.index(newest)))
         if len(settled) < len(reports):
             self._give_state(source, newest, reports[source].counted, generation.rank)
         clock.lap("state")
-        held = self._hold_everything(reports, generation)
+        held = hold_everything(engine, reports, self._reports, generation)
         plan = self._plan(source, held, generation)
         clock.lap("plan")
         engine.experts.change_plan(plan, generation.rank, held)
@@ -177,7 +189,7 @@ class Elastic:
         mine = {
             "operation": self.operation,
             "outcome": self.outcome,
-            "checkpoint": self._engine._checkpoint.newest,
+            "saves": self._saved,
             "holdings": self._engine.experts.holdings,
             "counted": self.goodput.since_begin(),
         }
@@ -185,9 +197,6 @@ class Elastic:
 
     def _agree(self, newest: Report | None) -> None:
         """Complete the operation in progress with what the ``newest`` member got of it, or drop it."""
-        if newest is not None:
-            # Experts that all have lost must come from one checkpoint, and a newcomer has none of its own.
-            self._engine._checkpoint.newest = newest.checkpoint
         if self.operation is None or newest is None:
             return
         behind = (newest.operation or 0) - self.operation
@@ -211,26 +220,6 @@ class Elastic:
             if newest is not None:
                 self.operation, self.outcome = newest.operation, newest.outcome
                 self.goodput.adopt(counted)
-
-    def _hold_everything(self, reports: list[Report], generation: Generation) -> Plan:
-        """See to it that every expert is held by some rank; returns who holds what."""
-        engine, experts = self._engine, self._engine.experts
-        counts = [layer.num_experts for layer in experts.layers]
-        lost = lost_records({rank: report.holdings for rank, report in enumerate(reports)}, counts)
-        # After ``_agree`` holdings are as reported, but a report is of this generation only.
-        fresh = all(not report.operation for report in reports) and engine.global_steps == 0
-        if lost and not fresh:
-            engine.restore_lost(lost, generation.rank, generation.world_size)
-        for layer, expert in lost if fresh else ():
-            # Built alike on every rank; of each expert one rank's values count.
-            if expert * generation.world_size // counts[layer] == generation.rank:
-                layout = experts.buffers[layer].layout
-                experts.adopt(layer, experts.layers[layer].experts.initial_record(layout, expert, engine.device))
-        if lost:
-            reports = self._reports()
-        rows = [[report.holdings[layer] for report in reports] for layer in range(len(counts))]
-        placements = [Placement(count, tuple(held)) for count, held in zip(counts, rows, strict=True)]
-        return Plan(tuple(placements), generation.rank_nodes)
 
     def _plan(self, planner: int, held: Plan, generation: Generation) -> Plan:
         """The plan that rank ``planner`` makes for this generation, and whether a change is due, alike on all ranks."""
@@ -353,6 +342,9 @@ class Elastic:
         pending = self.membership.pending
         joining, draining, short = broadcast_json([list(pending.join), list(pending.drain), pending.short], 0)
         leaving = [member.node for member in generation.members if member.node in draining]
+        if joining or leaving or short:
+            # What goes on into the next generation is not completed there.
+            self._engine._checkpoint.finish(CHANGE_LIMIT_S)
         if leaving and len(leaving) < len(generation.members):
             self._hand_over(generation, leaving)
         return joining, leaving, short

@@ -1,8 +1,8 @@
 """The step protocol: reduce, vote, then commit or skip. After the vote nothing waits for another rank any more.
 
-The vote is one all-reduce of [dense norm squared, expert norm squared, non-finite flag, change flag, losses, seconds
-that each rank has waited]. It starts only when all gradients are reduced; where it completes on any rank, every rank
-holds all it needs to apply the step.
+The vote is one all-reduce of [dense norm squared, expert norm squared, non-finite flag, change flag, saves, losses,
+seconds that each rank has waited]. It starts only when all gradients are reduced; where it completes on any rank, every
+rank holds all it needs to apply the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Vote:
-    """What the all-reduce of a step gave, alike on every rank. ``change``: some rank asks for a change of the world."""
+    """What the all-reduce of a step gave, alike on every rank. ``change``: some rank asks for a change of the world.
+
+    ``saves``: what rank 0 says of checkpoints in flight.
+    """
 
     step: int
     samples: str
@@ -48,6 +51,23 @@ class Vote:
     nonfinite: bool
     change: bool
     means: dict[str, float]
+    saves: list[float]
+
+
+class Checkpoints(Protocol):
+    """What checkpoints have to do with a step."""
+
+    def signal(self) -> list[float]:
+        """Two numbers that this rank adds to the vote's ``saves``."""
+
+    def hear(self, signal: list[float]) -> None:
+        """The vote's ``saves``."""
+
+    def before_update(self) -> None:
+        """Return when parameters and optimizer state may change."""
+
+    def committed(self, loads: Sequence[Any]) -> None:
+        """The step is applied; the tokens each expert got in it, by layer."""
 
 
 class StepProtocol:
@@ -66,6 +86,7 @@ class StepProtocol:
         self._dense = [p for p in ds_engine.module.parameters() if p.requires_grad and p.numel()]
         self.wants_change: Callable[[], bool] = lambda: False
         self.observe_waits: Callable[[list[float]], None] = lambda waited: None
+        self.checkpoint: Checkpoints | None = None
         self.last_vote: Vote | None = None
         self.reduced_step: int | None = None
         self.last_result: StepResult | None = None
@@ -91,13 +112,15 @@ class StepProtocol:
             squares[0] = torch.zeros_like(squares[0])
         names = sorted(sums)
         change = torch.tensor(float(self.wants_change()), dtype=torch.float64)
+        signal = self.checkpoint.signal() if self.checkpoint is not None else [0.0, 0.0]
+        saves = [torch.tensor(value, dtype=torch.float64) for value in signal]
         waited = torch.zeros(self._experts.plan.world_size, dtype=torch.float64)
         waited[self._experts.rank] = self._experts.peers.take_waited_s()
-        values = [*squares, (~finite).double(), change, *(sums[name] for name in names)]
+        values = [*squares, (~finite).double(), change, *saves, *(sums[name] for name in names)]
         totals = self.all_reduce(values, waited)
-        means = {name: total / count for name, total in zip(names, totals[4 : len(values)], strict=True)}
+        means = {name: total / count for name, total in zip(names, totals[6 : len(values)], strict=True)}
         self.observe_waits(totals[len(values) :])
-        return Vote(step, samples, totals[0], totals[1], totals[2] != 0, totals[3] != 0, means)
+        return Vote(step, samples, totals[0], totals[1], totals[2] != 0, totals[3] != 0, means, totals[4:6])
 
     def decide(self, vote: Vote, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
         """Commit or skip the step as its vote says. Local: no other rank is waited for.
@@ -106,6 +129,8 @@ class StepProtocol:
         """
         means = dict(vote.means)
         loss = means.pop("loss")
+        if self.checkpoint is not None:
+            self.checkpoint.hear(vote.saves)
         squared = vote.dense_squared + vote.expert_squared
         norm = math.sqrt(squared) if squared >= 0 else math.nan
         refused = self._guard.refuses(vote.step, loss, norm, not vote.nonfinite, vote.samples)
@@ -144,9 +169,13 @@ class StepProtocol:
             factor = self._clip / (norm + 1e-6)
             torch._foreach_mul_([p.grad for p in self._dense if p.grad is not None], factor)
             self._experts.scale_gradients(factor)
+        if self.checkpoint is not None:
+            self.checkpoint.before_update()
         # Experts first: DeepSpeed's step ends by advancing the learning rate.
         self._experts.commit()
         self._engine.step(lr_kwargs)
+        if self.checkpoint is not None:
+            self.checkpoint.committed([layer.load for layer in self._experts.layers])
 
     def _skip(self) -> None:
         """What DeepSpeed does at an overflow: counters advance, model, optimizer and schedule do not."""

@@ -1,1 +1,1 @@
-"""Checkpoints: expert records, manifest, atomic publication."""
+"""Checkpoints: which experts to write, snapshots, writing in the background, manifest, atomic publication, loading."""

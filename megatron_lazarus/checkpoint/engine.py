@@ -1,96 +1,123 @@
-"""Plain checkpoints: DeepSpeed writes the dense part, every expert record is a safetensors file of its own.
+"""DeepSpeed's checkpoint engine with partial expert checkpoints, and all of it that the rest of the package uses.
 
-A tag directory holds DeepSpeed's files, ``experts/layer_<l>_expert_<e>.safetensors`` and ``manifest.json``. Publish
-order: files, fsync, manifest, fsync, atomic replace of ``latest``.
+A save returns when the copy of the state into host memory has begun. The next update waits for that copy, and for
+nothing else; files are written, and the checkpoint is published, in the background.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import time
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from megatron_lazarus.checkpoint.manifest import (
-    CheckpointError,
-    FileEntry,
-    Manifest,
-    fsync_path,
-    read_latest,
-    write_atomically,
-)
+from megatron_lazarus.checkpoint.attempt import Attempt, Save, is_published, tokens_of
+from megatron_lazarus.checkpoint.background import BackgroundWriter
+from megatron_lazarus.checkpoint.files import CheckpointError, fsync_path
+from megatron_lazarus.checkpoint.history import SaveHistory, Signal
+from megatron_lazarus.checkpoint.loading import Loader
+from megatron_lazarus.checkpoint.model import Experts
+from megatron_lazarus.checkpoint.restore import read_dense
+from megatron_lazarus.checkpoint.retention import discard
+from megatron_lazarus.checkpoint.safety import load, refuse_unsafe
+from megatron_lazarus.checkpoint.saving import Saver, Settings
+from megatron_lazarus.json_exchange import gather_json
 
 logger = logging.getLogger(__name__)
 
-_SAFE_TYPES = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
-_SAFE_GLOBALS: list[Any] = [argparse.Namespace]
+EXIT_LIMIT_S = 120.0
+"""How long a process that ends waits for its last save."""
+
+_SLICE_S = 1.0
 
 
-def refuse_unsafe(value: Any, path: str) -> None:
-    """Raise CheckpointError, naming the key, for anything that ``weights_only`` loading would reject."""
-    if isinstance(value, Mapping):
-        if type(value) not in (dict, OrderedDict) and not type(value).__module__.startswith("collections"):
-            raise CheckpointError(f"{path} is a {type(value).__qualname__}; use a dict")
-        for key, item in value.items():
-            refuse_unsafe(item, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set, torch.Size):
-        for index, item in enumerate(value):
-            refuse_unsafe(item, f"{path}[{index}]")
-    elif isinstance(value, argparse.Namespace):
-        refuse_unsafe(vars(value), path)
-    elif not isinstance(value, _SAFE_TYPES):
-        raise CheckpointError(
-            f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which could only be loaded by running "
-            "a pickle; save plain values, tensors, lists, dicts or argparse.Namespace"
-        )
+@dataclass(frozen=True)
+class FullSaves:
+    """Without a section ``lazarus.checkpoint``: everything, kept for ever, complete when the call returns."""
+
+    persist_experts: int | Literal["all"] = "all"
+    selection: Literal["sequential", "load_aware"] = "sequential"
+    content: Literal["all", "moments"] = "all"
+    max_lost_token_fraction: float = 1.0
+    dynamic_k: bool = False
+    keep_last: int | None = None
+    strict: bool = False
 
 
-class SafeCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's dense files: flushed to storage when saved, loaded without executing pickles."""
+class PartialExpertCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """What DeepSpeed's engine calls: it gathers the dense state, this class takes it over on every rank."""
+
+    def __init__(self, checkpoint: ExpertCheckpoint) -> None:
+        super().__init__()
+        self.name = "PartialExpertCheckpointEngine"
+        self._checkpoint = weakref.ref(checkpoint)
+
+    def create(self, info: Any) -> None:
+        """Nothing: the tag was agreed on before DeepSpeed was asked."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Folders of a save in progress exist; others are made."""
+        if not self._owner().is_saving:
+            os.makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
+        """Take over the dense state of a save; outside of one, write ``path`` at once."""
         refuse_unsafe(state_dict, "checkpoint")
-        super().save(state_dict, path)
-        fsync_path(path)
+        if self._owner().is_saving:
+            self._owner().take(state_dict)
+        else:
+            torch.save(state_dict, path)
+            fsync_path(path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        with torch.serialization.safe_globals(_SAFE_GLOBALS):
-            return torch.load(path, map_location=map_location, weights_only=True)
+        """The dense state, whoever wrote it, without running a pickle. Raises CheckpointError."""
+        if (reading := self._owner().loader.reading) is not None:
+            return read_dense(*reading)
+        with open(path, "rb") as file:
+            return load(file.read(), path, map_location)
 
+    def commit(self, info: Any) -> bool:
+        """Nothing: a checkpoint is published when all of it is on storage, in the background."""
+        return True
 
-class Experts(Protocol):
-    """What is saved and loaded: the records of this rank and where all records are."""
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Every rank writes a share."""
+        return True
 
-    layers: Sequence[Any]
-    buffers: list[Any]
-    context: Any
-    rank: int
-
-    @property
-    def plan(self) -> Any: ...
+    def _owner(self) -> ExpertCheckpoint:
+        checkpoint = self._checkpoint()
+        assert checkpoint is not None, "the checkpoint engine outlives its engine"
+        return checkpoint
 
 
 class ExpertCheckpoint:
-    """Saves and loads the whole model of one engine: dense part through DeepSpeed, experts by record.
+    """Saves and loads the whole model of one engine.
 
-    ``newest`` is the tag directory last saved or loaded here. ``may_publish`` is asked on rank 0 before a tag becomes
-    complete: a member of an old ``generation`` must not publish.
+    ``settings`` None: every save is complete when the call returns. ``history.newest`` is the tag directory last
+    published or loaded.
     """
 
-    def __init__(self, ds_engine: Any, experts: Experts) -> None:
+    def __init__(self, ds_engine: Any, experts: Experts, settings: Any = None) -> None:
         self._engine, self._experts = ds_engine, experts
-        self.newest: str | None = None
-        self.generation: Callable[[], int] = lambda: 0
-        self.may_publish: Callable[[], bool] = lambda: True
-        ds_engine.checkpoint_engine = SafeCheckpointEngine(ds_engine._config)
+        self.settings: Settings = settings or FullSaves()
+        self._always_waits = settings is None
+        counts = [layer.num_experts for layer in experts.layers]
+        self.history = SaveHistory(counts, lambda: experts.rank, bool(settings and settings.strict))
+        self.writer = BackgroundWriter()
+        self.saver = Saver(ds_engine, experts, self.settings, self.history, self.writer, self._gather)
+        self.loader = Loader(ds_engine, experts, self._gather)
+        self._taken: list[Any] = []
+        self.is_saving = False
+        ds_engine.checkpoint_engine = PartialExpertCheckpointEngine(self)
+        # At the end of the process, or when nobody uses this any more.
+        self._close = weakref.finalize(self, self.writer.close, EXIT_LIMIT_S)
 
     # -- save ---------------------------------------------------------------------------------------------------
 
@@ -102,210 +129,154 @@ class ExpertCheckpoint:
         save_latest: bool,
         without_frozen: bool,
         again: bool = False,
+        wait: bool = False,
     ) -> bool:
-        """Write and publish a tag. ``again``: this rank has tried before, at this step, and a rank was lost."""
+        """Begin a save, and with ``wait`` end it; returns whether it goes well as far as is known then.
+
+        ``again``: this rank has tried before, at this step, and a rank was lost. Raises CheckpointError where a failed
+        save must stop the run.
+        """
         refuse_unsafe(client_state, "client_state")
         tag = str(tag) if tag is not None else f"global_step{self._engine.global_steps}"
-        directory = os.path.join(save_dir, tag)
-        # What may be published already must not be written over: it could be the only complete one.
-        # A rank that was still at what came before has not tried yet.
-        if not (any(self._gather(again)) and self._is_complete(directory)):
-            self._write(save_dir, directory, tag, client_state, without_frozen)
-        if self._experts.rank == 0 and save_latest:
-            write_atomically(os.path.join(save_dir, "latest"), tag.encode())
-        if self._experts.plan.world_size > 1:
-            dist.barrier()
-        self.newest = directory
+        try:
+            attempt = self.saver.agree(save_dir, tag, again)
+        except CheckpointError as error:
+            self.history.failed(os.path.join(save_dir, tag), str(error))
+            self.history.stop_if_strict()
+            return False
+        if attempt.complete:
+            self.saver.give_up()
+            self.history.newest = attempt.directory
+            return True
+        save = self._begin(attempt, client_state, save_latest, without_frozen)
+        if wait or self._always_waits:
+            return self.wait_for(save)
         return True
 
-    def _is_complete(self, directory: str) -> bool:
-        """Whether rank 0 finds the tag complete and undamaged, of this step."""
-        complete = False
-        if self._experts.rank == 0:
-            try:
-                manifest = Manifest.read(directory)
-                manifest.verify(directory)
-                complete = manifest.global_steps == self._engine.global_steps and self.may_publish()
-            except CheckpointError as error:
-                logger.info("the interrupted checkpoint is written again: %s", error)
-        return any(self._gather(complete))
-
-    def _write(
-        self, save_dir: str, directory: str, tag: str, client_state: Mapping[str, Any], without_frozen: bool
-    ) -> None:
-        experts = os.path.join(directory, "experts")
-        if self._experts.rank == 0:
-            os.makedirs(experts, exist_ok=True)
-        with self._experts.context.dense_only():
-            # Its barriers also make the directory visible to every rank before experts are written.
-            self._engine.save_checkpoint(
-                save_dir,
-                tag=tag,
-                client_state=dict(client_state),
-                save_latest=False,
-                exclude_frozen_parameters=without_frozen,
-            )
-        mine = [self._write_expert(directory, layer, expert) for layer, expert in self._my_share()]
-        entries = [entry for part in self._gather(mine) for entry in part]
-        if self._experts.rank == 0:
-            dense = [
-                FileEntry.of(directory, name)
-                for name in sorted(os.listdir(directory))
-                if os.path.isfile(os.path.join(directory, name)) and name.endswith(".pt")
-            ]
-            fsync_path(experts)
-            manifest = Manifest(
-                tag=tag,
-                generation=self.generation(),
-                global_steps=self._engine.global_steps,
-                model=self._model_description(),
-                files=sorted([*entries, *dense], key=lambda entry: entry.name),
-            )
-            if not self.may_publish():
-                raise CheckpointError(
-                    f"{directory} is not published: a newer generation than {manifest.generation} runs"
+    def _begin(
+        self, attempt: Attempt, client_state: Mapping[str, Any], save_latest: bool, without_frozen: bool
+    ) -> Save:
+        self._taken, self.is_saving = [], True
+        # DeepSpeed worked this out for the engine it made itself.
+        self._engine.save_non_zero_checkpoint = True
+        try:
+            with self._experts.context.dense_only():
+                self._engine.save_checkpoint(
+                    attempt.save_dir,
+                    tag=attempt.tag,
+                    client_state=dict(client_state),
+                    save_latest=False,
+                    exclude_frozen_parameters=without_frozen,
                 )
-            manifest.write(directory)
+            return self.saver.begin(attempt, self._taken.pop(), save_latest)
+        except BaseException:
+            self.writer.active.discard(attempt.token)
+            if self._experts.rank == 0:
+                with contextlib.suppress(OSError):
+                    discard(attempt.directory, attempt.suffix, attempt.token)
+            raise
+        finally:
+            self.is_saving = False
+            self._taken = []
+            self.saver.give_up()
 
-    def _my_share(self) -> list[tuple[int, int]]:
-        """(layer, expert) that this rank writes: each goes to the holder with the fewest bytes so far."""
-        written = [0] * self._experts.plan.world_size
-        mine = []
-        for layer, (placement, buffer) in enumerate(zip(self._experts.plan.layers, self._experts.buffers, strict=True)):
-            for expert in range(placement.num_experts):
-                writer = min(placement.holders(expert), key=lambda rank: (written[rank], rank))
-                written[writer] += buffer.layout.nbytes
-                if writer == self._experts.rank:
-                    mine.append((layer, expert))
-        return mine
+    def take(self, state: Any) -> None:
+        """DeepSpeed's dense state: live tensors."""
+        self._taken.append(state)
 
-    def _write_expert(self, directory: str, layer: int, expert: int) -> FileEntry:
-        buffer = self._experts.buffers[layer]
-        slot = buffer.first_slots()[expert]
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in buffer.named_tensors(slot).items()}
-        name = _expert_file(layer, expert)
-        path = os.path.join(directory, name)
-        save_file(tensors, path)
-        fsync_path(path)
-        return FileEntry.of(directory, name)
+    def wait_for(self, save: Save, limit_s: float | None = None) -> bool:
+        """Wait until all ranks know what becomes of a save; returns whether it is complete.
 
-    def _gather(self, mine: Any) -> list[Any]:
-        if self._experts.plan.world_size == 1:
-            return [mine]
-        parts: list[Any] = [None] * self._experts.plan.world_size
-        dist.all_gather_object(parts, mine)
-        return parts
+        After ``limit_s`` seconds of rank 0's clock, if given, it is left as it is.
+        """
+        started = time.monotonic()
+        deadline = started + 2 * self.writer.limit_s
+        while True:
+            if not save.decided.wait(_SLICE_S) and time.monotonic() > deadline:
+                save.decide(False, f"it is not written within {2 * self.writer.limit_s:g} s")
+            late = limit_s is not None and time.monotonic() - started > limit_s
+            # Rank 0 says: the others know of their parts only.
+            decided, published, late = self._gather([save.decided.is_set(), save.published, late])[0]
+            if decided:
+                break
+            if late:
+                return False
+        if save in self.history.in_flight:
+            self.history.conclude(save, published)
+        self.history.stop_if_strict()
+        return bool(published)
 
-    def _model_description(self) -> dict[str, Any]:
-        """Names and shapes by which a checkpoint of another model is told."""
-        dense = {name: list(p.shape) for name, p in self._engine.module.named_parameters()}
-        layers = [
-            {
-                "num_experts": layer.num_experts,
-                "tensors": {spec.name: list(spec.shape) for spec in buffer.layout.tensors},
-            }
-            for layer, buffer in zip(self._experts.layers, self._experts.buffers, strict=True)
-        ]
-        state = sorted({name for buffer in self._experts.buffers for name in buffer.layout.state_names})
-        return {"dense": dense, "moe_layers": layers, "expert_optimizer_state": state}
+    def finish(self, limit_s: float | None = None) -> bool:
+        """Wait for all saves in flight, all ranks together; returns whether they are complete. See ``wait_for``."""
+        outcomes = [self.wait_for(save, limit_s) for save in list(self.history.in_flight)]
+        return all(outcomes)
+
+    def close(self) -> None:
+        """End the background thread, after what it still has to do; let the directory go."""
+        self._close()
+
+    # -- while training -----------------------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """Parameters and optimizer state are about to change, or experts to move: copies must be complete."""
+        for snapshot in self.saver.snapshots:
+            snapshot.ordered()
+        self.saver.snapshots.clear()
+
+    def committed(self, loads: Sequence[Any]) -> None:
+        """A step was committed, in which experts got so many tokens, by layer."""
+        self.history.ledger.add(loads)
+
+    def signal(self) -> Signal:
+        """What this rank adds to a vote."""
+        return self.history.signal() if self._experts.rank == 0 else [0.0, 0.0]
+
+    def hear(self, signal: Signal) -> None:
+        """What the vote says of saves."""
+        self.history.hear(signal)
+
+    # -- when a generation breaks -------------------------------------------------------------------------------
+
+    def interrupt(self) -> list[int]:
+        """Complete no save that is in flight; returns the numbers of those that are complete all the same."""
+        self.before_update()
+        self.writer.cancel("the generation broke while it was being written")
+        # What rank 0 is now may have published nothing itself.
+        self.writer.newest = None
+        return [save.attempt.number for save in self.history.in_flight if is_published(save.attempt)]
+
+    def settle(self, published: Collection[int]) -> None:
+        """Conclude all saves in flight; any member says which are complete."""
+        for save in list(self.history.in_flight):
+            self.history.conclude(save, save.attempt.number in published)
+
+    def read_record(self, directory: str, layer: int, expert: int) -> tuple[Any, float]:
+        """One expert's record, as a buffer of one row, and the tokens it holds."""
+        record, manifest = self.loader.record(directory, layer, expert)
+        return record, tokens_of(manifest.record(layer, expert))
 
     # -- load ---------------------------------------------------------------------------------------------------
 
     def load(
-        self,
-        load_dir: str,
-        tag: str | None,
-        *,
-        load_module_strict: bool,
-        load_optimizer_states: bool,
-        load_lr_scheduler_states: bool,
-        load_module_only: bool,
-        custom_load_fn: Any,
+        self, load_dir: str, tag: str | None, *, load_optimizer_states: bool, load_module_only: bool, **options: Any
     ) -> tuple[str | None, dict[str, Any] | None]:
-        tag = str(tag) if tag is not None else read_latest(load_dir)
-        if tag is None:
+        """(tag directory, client state) of the checkpoint that was loaded; (None, None) if there is none."""
+        self.finish()
+        with_state = load_optimizer_states and not load_module_only
+        chosen = self.loader.choose(load_dir, str(tag) if tag is not None else None, with_state)
+        if chosen is None:
             logger.warning("no checkpoint in %s: there is no file 'latest'", load_dir)
             return None, None
-        directory = os.path.join(load_dir, tag)
-        manifest = Manifest.read(directory)
-        with_state = load_optimizer_states and not load_module_only
-        self._check_model(manifest, directory, with_state)
-        manifest.verify(directory)
-        with self._experts.context.dense_only():
-            path, client_state = self._engine.load_checkpoint(
-                load_dir,
-                tag=tag,
-                load_module_strict=load_module_strict,
-                load_optimizer_states=load_optimizer_states,
-                load_lr_scheduler_states=load_lr_scheduler_states,
-                load_module_only=load_module_only,
-                custom_load_fn=custom_load_fn,
-            )
-        for layer, buffer in enumerate(self._experts.buffers):
-            for slot, expert in enumerate(buffer.experts):
-                tensors = load_file(os.path.join(directory, _expert_file(layer, expert)))
-                restore_record(buffer.named_tensors(slot), tensors, with_state, f"layer {layer} expert {expert}")
-        self.newest = directory
-        return path, client_state
+        name, manifest = chosen
+        options.update(load_optimizer_states=load_optimizer_states, load_module_only=load_module_only)
+        client_state = self.loader.load(load_dir, name, manifest, with_state, **options)
+        directory = os.path.join(load_dir, name)
+        if load_module_only:
+            # The weights begin another run, with an account of its own.
+            return directory, client_state
+        self.history.loaded(directory, manifest)
+        self.writer.newest = load_dir, manifest
+        return directory, client_state
 
-    def read_record(self, directory: str, layer: int, expert: int) -> Any:
-        """One expert's record from a tag directory, with optimizer state, as a buffer of one row."""
-        like = self._experts.buffers[layer]
-        record = type(like)(like.layout, (expert,), like.rows.device)
-        tensors = load_file(os.path.join(directory, _expert_file(layer, expert)))
-        restore_record(record.named_tensors(0), tensors, True, f"layer {layer} expert {expert}")
-        return record
-
-    def _check_model(self, manifest: Manifest, directory: str, with_state: bool) -> None:
-        saved, here = dict(manifest.model), self._model_description()
-        if not with_state:
-            saved["expert_optimizer_state"] = here["expert_optimizer_state"]
-        differences = list(_differences(saved, here, ""))
-        if differences:
-            more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
-            raise CheckpointError(
-                f"checkpoint {directory} is of another model or optimizer: {'; '.join(differences[:5])}{more}"
-            )
-
-
-def restore_record(target: dict[str, Tensor], source: Mapping[str, Tensor], with_state: bool, what: str) -> None:
-    """Fill a record's tensors from a file's, across float32, float64 and bf16 models.
-
-    Weights come from the master copy where there is one; a master comes from the weights where there is none.
-    ``with_state`` false: optimizer state and step count start at zero.
-    """
-    for name, tensor in target.items():
-        field, _, rest = name.partition("/")
-        if field in ("parameter", "master"):
-            best = source.get(f"master/{rest}", source.get(f"parameter/{rest}"))
-        elif not with_state:
-            tensor.zero_()
-            continue
-        else:
-            best = source.get(name)
-        if best is None:
-            raise CheckpointError(f"{what}: the checkpoint has no {name!r} (it was trained with another optimizer?)")
-        tensor.copy_(best)
-
-
-def _expert_file(layer: int, expert: int) -> str:
-    return os.path.join("experts", f"layer_{layer}_expert_{expert}.safetensors")
-
-
-def _differences(saved: Any, here: Any, path: str) -> Any:
-    if isinstance(saved, dict) and isinstance(here, dict):
-        for key in sorted({*saved, *here}):
-            name = f"{path}.{key}" if path else str(key)
-            if key not in saved:
-                yield f"{name} is missing in the checkpoint"
-            elif key not in here:
-                yield f"{name} is in the checkpoint only"
-            else:
-                yield from _differences(saved[key], here[key], name)
-    elif path == "moe_layers" and len(saved) != len(here):
-        yield f"{len(saved)} MoE layers in the checkpoint, {len(here)} in the model"
-    elif path == "moe_layers":
-        for index, (left, right) in enumerate(zip(saved, here, strict=True)):
-            yield from _differences(left, right, f"moe_layers[{index}]")
-    elif saved != here:
-        yield f"{path} is {saved} in the checkpoint, {here} in the model"
+    def _gather(self, mine: Any) -> list[Any]:
+        return [mine] if self._experts.plan.world_size == 1 else gather_json(mine)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatron_lazarus.checkpoint.manifest import CheckpointError, Manifest, read_latest
+from megatron_lazarus.checkpoint.files import CheckpointError
+from megatron_lazarus.checkpoint.manifest import Manifest, read_latest, tags
 from megatron_lazarus.models.gpt import GPTConfig
 
 
@@ -15,10 +16,19 @@ def check_checkpoint(folder: str, config: GPTConfig) -> None:
     A folder without a checkpoint is fine. The engine compares every tensor when it loads; this finds what an option
     explains.
     """
-    tag = read_latest(folder)
+    tag, manifest = read_latest(folder), None
+    for name in [tag, *tags(folder)] if tag is not None else []:
+        try:
+            tag, manifest = name, Manifest.read(os.path.join(folder, name))
+            break
+        except CheckpointError as error:
+            # Loading says so too, and takes an older one.
+            damage = error
     if tag is None:
         return
-    saved = _facts(Manifest.read(os.path.join(folder, tag)).model)
+    if manifest is None:
+        raise damage
+    saved = _facts(manifest.model)
     for option, here in _expected(config).items():
         if option in saved and saved[option] != here:
             raise CheckpointError(

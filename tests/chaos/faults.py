@@ -13,8 +13,8 @@ import signal
 import time
 from typing import Any
 
-from megatron_lazarus import dense_state, expert_state
-from megatron_lazarus.checkpoint import engine as checkpoint_engine
+from megatron_lazarus import dense_state, expert_state, recovery
+from megatron_lazarus.checkpoint import background
 from megatron_lazarus.moe.communication import Communicator
 
 STEP_POINTS = (
@@ -103,10 +103,10 @@ def places(engine: Any) -> dict[str, tuple[Any, str]]:
         "second-layer": (engine.experts.layers[1].experts, "bind"),
         "moved": (engine.experts, "_bind"),
         "evaluation": (engine, "_evaluate"),
-        "saving": (engine._checkpoint, "_write_expert"),
+        "saving": (engine._checkpoint.writer, "_write_record"),
         "saved": (engine._checkpoint, "save"),
-        "publishing": (engine._checkpoint, "_gather"),
-        "published": (checkpoint_engine, "write_atomically"),
+        "publishing": (engine._checkpoint, "wait_for"),
+        "published": (background, "write_atomically"),
         "finish": (engine, "finish"),
         **({} if engine._elastic is None else _recovery_places(engine)),
     }
@@ -116,7 +116,7 @@ def _recovery_places(engine: Any) -> dict[str, tuple[Any, str]]:
     elastic = engine._elastic
     return {
         "built": (elastic, "_reports"),
-        "agreed": (elastic, "_hold_everything"),
+        "agreed": (recovery, "hold_everything"),
         "settled": (engine, "settle"),
         "change": (elastic, "_agree_on_change"),
         "giving-state": (dense_state, "pack"),

@@ -150,7 +150,8 @@ def test_layout_and_publication(workers: Pools, tmp_path: Path) -> None:
     tag = tmp_path / "global_step1"
     manifest = json.loads((tag / "manifest.json").read_text())["manifest"]
     on_disk = {str(path.relative_to(tag)) for path in tag.rglob("*") if path.is_file()} - {"manifest.json"}
-    assert {entry["name"] for entry in manifest["files"]} == on_disk
+    records = {part["name"] for entry in manifest["experts"] for part in entry["parts"]}
+    assert {entry["name"] for entry in manifest["files"]} | records == on_disk
     assert sum(name.startswith("experts/") for name in on_disk) == 2 * 6
 
 
@@ -180,7 +181,7 @@ def test_pickle_in_a_dense_file_is_not_executed(workers: Pools, tmp_path: Path) 
             entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     body = json.dumps(document["manifest"], sort_keys=True).encode()
     document["sha256"] = hashlib.sha256(body).hexdigest()
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document, indent=1))
     with pytest.raises(WorkersFailed, match=r"weights_only|Unsupported|UnpicklingError"):
         workers(2)(load_only, str(tmp_path), run, timeout=60)
     assert not mark.exists()

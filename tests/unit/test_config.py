@@ -41,6 +41,24 @@ class Model(nn.Module):
         ),
         ({"lazarus": {"guard": {"on_nonfinite": "pray"}}}, r"is 'pray'; legal values are 'skip', 'stop'"),
         ({"lazarus": {"guard": {"spike_factor": 1}}}, r'"lazarus\.guard\.spike_factor" is 1; it must be above 1'),
+        (
+            {"lazarus": {"checkpoint": {"persist_experts": "most"}}},
+            r"\"lazarus\.checkpoint\.persist_experts\" is 'most'; it must be int or 'all'",
+        ),
+        (
+            {"lazarus": {"checkpoint": {"persist_experts": 0}}},
+            r'"lazarus\.checkpoint\.persist_experts" is 0; it must be at least 1',
+        ),
+        (
+            {"lazarus": {"checkpoint": {"max_lost_token_fraction": 1.5}}},
+            r'"lazarus\.checkpoint\.max_lost_token_fraction" is 1\.5; it must be 0 to 1',
+        ),
+        ({"lazarus": {"checkpoint": {"content": "some"}}}, r"is 'some'; legal values are 'all', 'moments'"),
+        (
+            {"lazarus": {"checkpoint": {"keep": 1}}},
+            r'unknown key "lazarus\.checkpoint\.keep"; legal keys are .*keep_last',
+        ),
+        ({"lazarus": {"checkpoint": 3}}, r'"lazarus\.checkpoint" is 3; it must be an object'),
         ({"lazarus": []}, r'"lazarus" is \[\]; it must be an object'),
         ({"lazarus": {"enabled": False}}, r'"lazarus\.enabled" is false'),
         (

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lazarus.checkpoint.manifest import CheckpointError, Manifest
+from megatron_lazarus.checkpoint.files import CheckpointError
+from megatron_lazarus.checkpoint.manifest import Manifest
 from megatron_lazarus.models.compatibility import check_checkpoint
 from megatron_lazarus.models.gpt import GPTConfig
 

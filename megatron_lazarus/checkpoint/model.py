@@ -1,0 +1,67 @@
+"""What is saved: the experts of one rank, and by what names and shapes a checkpoint of another model is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from megatron_lazarus.checkpoint.files import CheckpointError
+from megatron_lazarus.checkpoint.manifest import Manifest
+
+
+class Experts(Protocol):
+    """The records of this rank and where all records are."""
+
+    layers: Sequence[Any]
+    buffers: list[Any]
+    context: Any
+    rank: int
+
+    @property
+    def plan(self) -> Any: ...
+
+
+def describe(module: Any, experts: Experts) -> dict[str, Any]:
+    """Names and shapes of everything."""
+    dense = {name: list(p.shape) for name, p in module.named_parameters()}
+    layers = [
+        {
+            "num_experts": layer.num_experts,
+            "tensors": {spec.name: list(spec.shape) for spec in buffer.layout.tensors},
+        }
+        for layer, buffer in zip(experts.layers, experts.buffers, strict=True)
+    ]
+    state = sorted({name for buffer in experts.buffers for name in buffer.layout.state_names})
+    return {"dense": dense, "moe_layers": layers, "expert_optimizer_state": state}
+
+
+def check_model(manifest: Manifest, directory: str, here: dict[str, Any], with_state: bool) -> None:
+    """Raise CheckpointError, naming what differs, if the checkpoint is not of the model described by ``here``."""
+    saved = dict(manifest.model)
+    if not with_state:
+        saved["expert_optimizer_state"] = here["expert_optimizer_state"]
+    differences = list(_differences(saved, here, ""))
+    if differences:
+        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise CheckpointError(
+            f"checkpoint {directory} is of another model or optimizer: {'; '.join(differences[:5])}{more}"
+        )
+
+
+def _differences(saved: Any, here: Any, path: str) -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(here, dict):
+        for key in sorted({*saved, *here}):
+            name = f"{path}.{key}" if path else str(key)
+            if key not in saved:
+                yield f"{name} is missing in the checkpoint"
+            elif key not in here:
+                yield f"{name} is in the checkpoint only"
+            else:
+                yield from _differences(saved[key], here[key], name)
+    elif path == "moe_layers" and len(saved) != len(here):
+        yield f"{len(saved)} MoE layers in the checkpoint, {len(here)} in the model"
+    elif path == "moe_layers":
+        for index, (left, right) in enumerate(zip(saved, here, strict=True)):
+            yield from _differences(left, right, f"moe_layers[{index}]")
+    elif saved != here:
+        yield f"{path} is {saved} in the checkpoint, {here} in the model"
