@@ -57,7 +57,7 @@ class Elastic:
         use_interface(config.interface, membership.local_address)
         # The eviction of a stuck member must come first; the group's own limit only backs it up.
         limit = config.collective_timeout_s + config.heartbeat_timeout_s
-        self.groups = ProcessGroups(backend, limit, device=device)
+        self.groups = ProcessGroups(backend, limit, device=device, spared=membership.own_sockets)
         membership.on_broken(self.groups.unblock)
         self.operation: int | None = None
         self.outcome: Any = None
@@ -157,7 +157,8 @@ class Elastic:
         self.membership.built()
         # Who stands furthest behind is told by these numbers, so all must count from the same moment.
         self._collectives = 0
-        repoint(engine.deepspeed_engine, generation.rank, generation.world_size, engine.sizes.micro_batches)
+        with self.groups.tracking():
+            repoint(engine.deepspeed_engine, generation.rank, generation.world_size, engine.sizes.micro_batches)
         clock.lap("build")
         # Nothing that was being saved goes on; what is complete, is complete for all.
         self._saved = engine._checkpoint.interrupt()

@@ -131,8 +131,9 @@ class Job:
 
     def came_back(self, worker: Worker, generation: int, built: int) -> None:
         """A member's worker that another coordinator has had before says where it stands."""
-        if generation != self.generation:
-            self.break_generation(f"{worker} is in generation {generation}")
+        if built != self.generation:
+            # Its store has died with the coordinator that hosted it.
+            self.break_generation(f"{worker} has not built generation {self.generation}; it is in {generation}")
         if self.phase == "broken":
             worker.channel.send({"push": "broken", "generation": self.generation, "why": "it was before"})
         self.built(worker, built)

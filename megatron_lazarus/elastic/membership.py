@@ -118,6 +118,7 @@ class Membership:
     ) -> None:
         self._coordinators, self._token, self._turn = list(coordinators), token, 0
         self._agent, self._term = agent, 0
+        self._own_socket = 0
         self.node, self.local_rank, self.local_size = node, local_rank, local_size
         place = {"node": node, "incarnation": incarnation, "local_rank": local_rank, "local_size": local_size}
         self._hello: Message = {"role": "worker", **place, "check": dict(check or {}), "pid": os.getpid()}
@@ -174,6 +175,7 @@ class Membership:
     def _connect(self, limit_s: float, standing: Message) -> tuple[BlockingChannel, Message]:
         _, host, port = self._coordinator()
         channel = BlockingChannel.connect(host, port, self._token, min(limit_s, HANDSHAKE_TIMEOUT_S))
+        self._own_socket = channel.inode
         try:
             channel.send({**self._hello, **standing})
             answer = channel.receive(HANDSHAKE_TIMEOUT_S)
@@ -201,6 +203,10 @@ class Membership:
     def place(self) -> str:
         """Node, local rank, generation, step and phase, for messages."""
         return self._watchdog.place
+
+    def own_sockets(self) -> set[int]:
+        """Inodes of the connections that outlive generations."""
+        return {self._own_socket}
 
     def on_broken(self, unblock: Callable[[int], None]) -> None:
         """``unblock(generation)`` is called in the watchdog's thread, repeatedly, while that generation is broken."""

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import select
 import socket
@@ -164,6 +165,10 @@ class BlockingChannel:
             connection.close()
             raise
         return channel
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self._socket.fileno()).st_ino
 
     @property
     def local_address(self) -> str:

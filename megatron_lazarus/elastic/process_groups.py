@@ -11,7 +11,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 ABORT_LIMIT_S = 10.0
 """How long NCCL may take to abort its communicators before the process gives up."""
 
+REACH_INTERVAL_S = 0.1
+
 _SIOCGIFADDR = 0x8915
 
 
@@ -40,6 +43,7 @@ class ProcessGroups:
     """The world group of the current generation and everything made from it.
 
     ``collective_timeout_s`` is the limit of a collective in a live generation, ``build_timeout_s`` while it is built.
+    ``spared``: see ``GroupSockets``.
     """
 
     def __init__(
@@ -48,10 +52,11 @@ class ProcessGroups:
         collective_timeout_s: float,
         build_timeout_s: float = BUILD_TIMEOUT_S,
         device: torch.device | None = None,
+        spared: Callable[[], set[int]] = set,
     ) -> None:
         self.backend, self._device = backend, device or torch.device("cpu")
         self._long, self._short = timedelta(seconds=collective_timeout_s), timedelta(seconds=build_timeout_s)
-        self._sockets = GroupSockets()
+        self._sockets = GroupSockets(spared)
         self._works = AbandonedWorks()
         self._graveyard: list[_Grave] = []
         self._generation = 0
@@ -84,6 +89,7 @@ class ProcessGroups:
         host, port = generation.store
         # Names of groups are counted; a build that failed has counted on some ranks only.
         dist.distributed_c10d._world.group_count = 0
+        self._reach(host, port)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._short)
         dist.init_process_group(
             self.backend,
@@ -93,22 +99,47 @@ class ProcessGroups:
             timeout=self._short,
         )
 
+    def _reach(self, host: str, port: int) -> None:
+        """Wait until the store answers. TCPStore itself would do so, but could not be told to stop waiting."""
+        deadline = time.monotonic() + self._short.total_seconds()
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=self._short.total_seconds()).close()
+                return
+            except OSError as error:
+                if self._works.broken:
+                    raise BuildFailed("the generation broke before its store could be reached") from error
+                if time.monotonic() > deadline:
+                    raise BuildFailed(f"no store at {host}:{port}: {error}") from error
+                time.sleep(REACH_INTERVAL_S)
+
     @contextlib.contextmanager
     def tracking(self) -> Iterator[None]:
-        """Make further groups of this generation within it, so that ``unblock`` reaches them too."""
-        with self._sockets.recording():
-            yield
+        """Make further groups of this generation within it: with the short limit, and so that ``unblock`` reaches them."""
+        c10d: Any = dist.distributed_c10d
+        names = ("default_pg_timeout", "default_pg_nccl_timeout")
+        before = {name: getattr(c10d, name) for name in names}
+        for name in names:
+            setattr(c10d, name, self._short)
+        try:
+            with self._sockets.recording():
+                yield
+        finally:
+            for name in names:
+                setattr(c10d, name, before[name])
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(self._long, group)
 
     def unblock(self, generation: int) -> None:
         """Free the main thread from a collective of that generation; called by the watchdog's thread."""
         if generation != self._generation:
             return
+        self._works.broken = True
         if self.backend == "nccl":
             if self._unblocked != generation:
                 self._unblocked = generation
                 _abort_nccl()
             return
-        self._works.broken = True
         if shut := self._sockets.shut():
             logger.info("generation %d is broken: shut %d connections", generation, shut)
 

@@ -12,13 +12,17 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class GroupSockets:
-    """The connections opened within ``recording()``, which is used while process groups are made."""
+    """The connections opened within ``recording()``, which is used while process groups are made.
 
-    def __init__(self) -> None:
+    ``spared`` gives the inodes of those that other threads may have opened meanwhile: they are left alone.
+    """
+
+    def __init__(self, spared: Callable[[], set[int]] = set) -> None:
+        self._spared = spared
         self._lock = threading.Lock()
         self._inodes: set[int] = set()
         self._before: set[int] | None = None
@@ -43,7 +47,8 @@ class GroupSockets:
         with self._lock:
             sockets = _socket_inodes()
             wanted = self._inodes if self._before is None else self._inodes | (set(sockets) - self._before)
-            return sum(_shut(sockets[inode], inode) for inode in wanted & set(sockets))
+            wanted = wanted & set(sockets) - self._spared()
+            return sum(_shut(sockets[inode], inode) for inode in wanted)
 
 
 def _socket_inodes() -> dict[int, int]:

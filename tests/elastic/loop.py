@@ -38,7 +38,8 @@ class Loop:
         self.steps, self.state = 0, 1
         self.membership = Membership.from_environment(check={"code": os.environ.get("LOOP_CHECK", "1")})
         config = self.membership.config
-        self.groups = ProcessGroups("gloo", config.collective_timeout_s + config.heartbeat_timeout_s)
+        limit_s = config.collective_timeout_s + config.heartbeat_timeout_s
+        self.groups = ProcessGroups("gloo", limit_s, spared=self.membership.own_sockets)
         self.membership.on_broken(self.groups.unblock)
         self.membership.drain_on_signals()
         use_interface(config.interface, self.membership.local_address)

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_lazarus.cli import main
@@ -42,13 +43,16 @@ def lazarus(*arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def wait_for_event(log_dir: Path, kind: str, generation: int) -> None:
+def wait_for_event(log_dir: Path, kind: str, generation: int, term: int = 1) -> None:
+    """Of a coordinator of that term, or a later one."""
     deadline = time.monotonic() + START_LIMIT_S
     path = log_dir / "events.jsonl"
     while time.monotonic() < deadline:
+        ruled = 0
         for line in path.read_text().split("\n")[:-1] if path.exists() else []:
             event = json.loads(line)
-            if (event["kind"], event["generation"]) == (kind, generation):
+            ruled = event.get("term", ruled)
+            if (event["kind"], event["generation"]) == (kind, generation) and ruled >= term:
                 return
         time.sleep(0.05)
     raise AssertionError(f"no {kind} in generation {generation}: {[p.read_text() for p in log_dir.glob('*.log')]}")
@@ -78,6 +82,24 @@ def test_run_status_add_node_drain(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["status", *logs]) == 0
     assert "the job has completed in generation 3" in capsys.readouterr().out
     assert not (tmp_path / "job.json").exists()
+
+
+def test_run_ends_with_the_jobs_result_though_its_coordinator_was_killed(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"lazarus": {"elastic": {"start_nodes": 3}}}))
+    options = ["--nnodes", "1:3", "--local-nodes", "3", "--log-dir", tmp_path, "--config", config]
+    with lazarus("run", *options, "--module", "tests.elastic.loop", str(tmp_path)) as run:
+        wait_for_event(tmp_path, "working", 1)
+        first = json.loads((tmp_path / "job.json").read_text())
+        (process,) = [one for one in psutil.Process(run.pid).children() if "elastic.coordinator" in str(one.cmdline())]
+        process.kill()
+        wait_for_event(tmp_path, "live", 1, term=2)
+        assert main(["drain", "node2", "--log-dir", str(tmp_path)]) == 0
+        wait_for_event(tmp_path, "working", 2)
+        assert json.loads((tmp_path / "job.json").read_text())["token"] == first["token"]
+        (tmp_path / "stop").touch()
+        assert run.wait(30) == 0
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "completed"
 
 
 def test_a_script_that_fails_fails_the_command(tmp_path: Path) -> None:
