@@ -157,6 +157,9 @@ class Agent:
             contact = {"port": self.succession.port, "generation": self._member_of}
             channel.send({"role": "agent", **place, **contact, "pid": os.getpid()})
             answer = await asyncio.wait_for(channel.receive(), limit_s)
+            if answer is None and self._channel is not None:
+                # The token was right so far: this is a coordinator that ends.
+                raise ConnectionResetError("it closed the connection before it answered")
             if answer is None or "refused" in answer:
                 why = (answer or {}).get("refused", "it closed the connection (another job's token?)")
                 raise RefusedHere(f"refused: {why}")

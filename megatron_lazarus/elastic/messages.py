@@ -110,6 +110,8 @@ class Channel:
         try:
             seal.meet(await reader.readexactly(_GREETING_LENGTH))
         except asyncio.IncompleteReadError as error:
+            if not error.partial:
+                raise ConnectionResetError("the connection was closed before a greeting") from None
             raise ProtocolError(f"no lazarus greeting, but {error.partial[:40]!r}") from None
         return cls(reader, writer, seal)
 
@@ -160,7 +162,11 @@ class BlockingChannel:
         try:
             tune(connection)
             connection.sendall(channel._seal.greeting)
-            channel._seal.meet(channel._read_line(time.monotonic() + limit_s) or b"")
+            greeting = channel._read_line(time.monotonic() + limit_s)
+            if greeting is None:
+                # A coordinator that has just died says nothing; that is no refusal.
+                raise ConnectionResetError("the connection was closed before a greeting")
+            channel._seal.meet(greeting)
         except BaseException:
             connection.close()
             raise
