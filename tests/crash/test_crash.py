@@ -61,12 +61,14 @@ def test_disk_full(tmp_path: Path, room: int) -> None:
         folder = str(disk)
         ranks = Ranks(PARTIAL)
         assert ranks.save(folder, 1)[0]
+        ranks.settle()
         free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
         (disk / "ballast").write_bytes(b"x" * (free - room))
         before = os.statvfs(folder).f_bavail
         published, reason = ranks.save(folder, 2)
         assert not published
         assert "No space left" in reason
+        ranks.settle()
         assert os.statvfs(folder).f_bavail >= before, "the failed save has left something behind"
         assert read_latest(folder) == "global_step1"
         (disk / "ballast").unlink()
@@ -94,6 +96,7 @@ def test_read_only_directory(tmp_path: Path) -> None:
     with small_disk(disk, 1 << 20):
         ranks = Ranks(PARTIAL)
         assert ranks.save(str(disk), 1)[0]
+        ranks.settle()
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         published, reason = ranks.save(str(disk), 2)
         assert not published
@@ -110,6 +113,7 @@ def test_directory_removed(tmp_path: Path) -> None:
     folder = tmp_path / "saves"
     ranks = Ranks(PARTIAL)
     assert ranks.save(str(folder), 1)[0]
+    ranks.settle()
     shutil.rmtree(folder)
     published, reason = ranks.save(str(folder), 2)
     assert not published
