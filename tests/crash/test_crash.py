@@ -40,6 +40,16 @@ def test_damage(tmp_path: Path) -> None:
     assert min(done["flip"], done["truncation"], done["fell back"]) > 0
 
 
+def test_white_space_is_damage_too(tmp_path: Path) -> None:
+    damage.prepare(str(tmp_path))
+    path = tmp_path / "global_step6" / "manifest.json"
+    text = path.read_text()
+    Manifest.read(str(path.parent))
+    path.write_text(text.replace("\n", " ", 1))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        Manifest.read(str(path.parent))
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
     folder.mkdir()
