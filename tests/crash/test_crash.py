@@ -271,3 +271,26 @@ def test_retention_respects_references(tmp_path: Path, keep: int) -> None:
     # Of four experts one is written at a time: nothing older than four saves is needed by any of these.
     oldest = min(int(path.name[11:]) for path in tmp_path.glob("global_step*"))
     assert oldest >= 12 - keep - 3
+
+
+END_AT_ONCE = """
+import sys, torch
+from megatron_lazarus.joining import private_world
+from tests.distributed.runs import Run, build, train
+private_world()
+run = Run(micro_batches=2, experts=4, section={"checkpoint": {"persist_experts": 1}})
+engine, ledger = build(0, 1, run)
+for step in range(3):
+    train(engine, ledger, run, 1)
+    engine.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_process_that_ends_waits_for_its_last_save(tmp_path: Path) -> None:
+    """Also without ``engine.finish()``; and nobody else need wait for its directory."""
+    subprocess.run([sys.executable, "-c", END_AT_ONCE, str(tmp_path)], check=True, timeout=120, capture_output=True)
+    assert read_latest(str(tmp_path)) == "global_step3"
+    for step in (1, 2, 3):
+        folder = str(tmp_path / f"global_step{step}")
+        Manifest.read(folder).verify(folder)
+    assert not (tmp_path / OWNER).exists()
