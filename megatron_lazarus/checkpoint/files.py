@@ -62,9 +62,9 @@ def reserve(path: str) -> None:
 
 
 def write_reserved(path: str, data: bytes) -> None:
-    """Write ``path``, for which ``reserve`` was called, and flush it."""
+    """Write ``path``, for which ``reserve`` may have been called, and flush it."""
     temporary = f"{path}.tmp"
-    with open(temporary, "r+b") as file:
+    with open(temporary, "r+b" if os.path.exists(temporary) else "wb") as file:
         file.write(data)
         file.truncate()
         file.flush()
