@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lazarus.checkpoint import memory
 from megatron_lazarus.checkpoint.attempt import Save
 from megatron_lazarus.checkpoint.engine import FullSaves
 from megatron_lazarus.checkpoint.files import CheckpointError
@@ -22,7 +24,7 @@ from megatron_lazarus.checkpoint.owner import NAME as OWNER
 from megatron_lazarus.checkpoint.owner import STALE_S, Owner
 from megatron_lazarus.checkpoint.restore import read_dense
 from tests.crash import damage, kill
-from tests.crash.job import EXPERTS, LAYERS, Ranks, check_content, check_files, newest
+from tests.crash.job import EXPERTS, LAYERS, LIMIT_S, Ranks, check_content, check_files, newest
 
 PARTIAL = FullSaves(persist_experts=1)
 
@@ -159,6 +161,7 @@ def test_directory_removed_while_saving(tmp_path: Path) -> None:
 
 OTHER_JOB = """
 import sys
+import threading
 from megatron_lazarus.checkpoint.owner import Owner
 Owner(sys.argv[1], "other").claim()
 print("claimed", flush=True)
@@ -294,3 +297,27 @@ def test_process_that_ends_waits_for_its_last_save(tmp_path: Path) -> None:
         folder = str(tmp_path / f"global_step{step}")
         Manifest.read(folder).verify(folder)
     assert not (tmp_path / OWNER).exists()
+
+
+def test_what_may_change_at_any_time_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client state, unlike parameters, need not wait for the update to change."""
+    begun, copy = threading.Event(), memory.Snapshot._copy
+
+    def late(snapshot: memory.Snapshot) -> None:
+        assert begun.wait(LIMIT_S)
+        copy(snapshot)
+
+    monkeypatch.setattr(memory.Snapshot, "_copy", late)
+    ranks = Ranks(PARTIAL, world_size=1)
+    (rank,) = ranks.members
+    rank.train(1)
+    counts = torch.zeros(50)
+    state = {"module": rank.engine.module.state_dict(), "counts": counts, "global_steps": 1}
+    save = rank.saver.begin(rank.saver.agree(str(tmp_path), "global_step1", again=False), state, save_latest=True)
+    counts.fill_(7)
+    begun.set()
+    assert save.decided.wait(LIMIT_S)
+    ranks.close()
+    chosen = newest(str(tmp_path))
+    assert chosen is not None
+    assert not read_dense(str(tmp_path), chosen[1])["counts"].any()
