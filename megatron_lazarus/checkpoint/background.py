@@ -18,7 +18,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from megatron_lazarus.checkpoint.attempt import Attempt, PlannedFile, Publication, Save, composed, is_published
-from megatron_lazarus.checkpoint.files import CheckpointError, fsync_path, write_atomically
+from megatron_lazarus.checkpoint.files import (
+    CheckpointError,
+    fsync_path,
+    reserve,
+    write_atomically,
+    write_reserved,
+)
 from megatron_lazarus.checkpoint.manifest import NAME as MANIFEST
 from megatron_lazarus.checkpoint.manifest import ExpertEntry, FileEntry, Manifest, PartEntry
 from megatron_lazarus.checkpoint.owner import BEAT_S, Owner
@@ -50,7 +56,7 @@ class BackgroundWriter:
         self.limit_s = limit_s
         self.owner: Owner | None = None
         self.newest: tuple[str, Manifest] | None = None
-        self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._publishing = threading.Lock()
         self.broken: str | None = None
         self._pending: list[Save] = []
@@ -65,7 +71,11 @@ class BackgroundWriter:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="lazarus-checkpoint", daemon=True)
             self._thread.start()
-        self._queue.put(save)
+        self._queue.put(lambda: self._process(save))
+
+    def withdraw(self, save: Save) -> None:
+        """Delete what this rank has written of a save that failed on another one."""
+        self._queue.put(lambda: self._discard(save))
 
     def cancel(self, reason: str) -> None:
         """From now on no save in hand is published; one that just is being published may still be."""
@@ -103,13 +113,13 @@ class BackgroundWriter:
     def _run(self) -> None:
         while True:
             try:
-                save = self._queue.get(timeout=BEAT_S)
+                task = self._queue.get(timeout=BEAT_S)
             except queue.Empty:
                 self._beat()
                 continue
-            if save is None:
+            if task is None:
                 return
-            self._process(save)
+            task()
 
     def _beat(self) -> None:
         if self.owner is not None:
@@ -146,21 +156,35 @@ class BackgroundWriter:
             return
         if not isinstance(error, Cancelled):
             logger.error("checkpoint %s (generation %d) failed: %s", attempt.directory, attempt.generation, reason)
-        with contextlib.suppress(OSError):
+        self._discard(save)
+        if save.publication is None:
+            with contextlib.suppress(OSError):
+                write_reserved(attempt.report_file(save.rank), json.dumps({"error": reason}).encode())
+        save.decide(False, reason)
+
+    def _discard(self, save: Save) -> None:
+        """Free the space of a save that failed: on rank 0 all of it, elsewhere this rank's files."""
+        attempt = save.attempt
+        try:
+            if is_published(attempt):
+                return
             if save.publication is not None:
                 discard(attempt.directory, attempt.suffix, attempt.token)
-            else:
-                for file in save.files:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(attempt.directory, file.name))
-                # Where there was no room for a file, there is some for this now.
-                write_atomically(attempt.report_file(save.rank), json.dumps({"error": reason}).encode())
-        save.decide(False, reason)
+                return
+            for file in save.files:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(attempt.directory, file.name))
+        except OSError as error:
+            # Another rank may be writing there still; when all know of the failure, each withdraws what it wrote.
+            logger.info("%s cannot be deleted yet: %s", attempt.directory, error)
 
     def write_files(self, save: Save) -> dict[str, list[dict[str, object]]]:
         """Write this rank's files and its report, which is returned."""
         between = self._watch(save)
         attempt = save.attempt
+        if save.publication is None:
+            # Rank 0 waits for word of a full disk too.
+            reserve(attempt.report_file(save.rank))
         dense: list[FileEntry] = []
         parts: list[tuple[int, int, PartEntry]] = []
         for file in save.files:
@@ -177,7 +201,7 @@ class BackgroundWriter:
             "parts": [{"layer": layer, "expert": expert, **asdict(part)} for layer, expert, part in parts],
         }
         if save.publication is None:
-            write_atomically(attempt.report_file(save.rank), json.dumps(report).encode())
+            write_reserved(attempt.report_file(save.rank), json.dumps(report).encode())
         return report
 
     def _write_record(self, save: Save, file: PlannedFile, between: Callable[[], None]) -> PartEntry:

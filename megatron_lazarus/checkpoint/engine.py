@@ -111,6 +111,7 @@ class ExpertCheckpoint:
         counts = [layer.num_experts for layer in experts.layers]
         self.history = SaveHistory(counts, lambda: experts.rank, bool(settings and settings.strict))
         self.writer = BackgroundWriter()
+        self.history.withdraw = self.writer.withdraw
         self.saver = Saver(ds_engine, experts, self.settings, self.history, self.writer, self._gather)
         self.loader = Loader(ds_engine, experts, self._gather)
         self._taken: list[Any] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 
+_RESERVED = 4096
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or must not be loaded; the message names the file or key."""
@@ -51,6 +53,23 @@ def write_atomically(path: str, data: bytes) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     fsync_path(os.path.dirname(path))
+
+
+def reserve(path: str) -> None:
+    """Take a block of the disk for a short file, to be written by ``write_reserved`` even when the disk is full."""
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(bytes(_RESERVED))
+
+
+def write_reserved(path: str, data: bytes) -> None:
+    """Write ``path``, for which ``reserve`` may have been called, and flush it."""
+    temporary = f"{path}.tmp"
+    with open(temporary, "r+b" if os.path.exists(temporary) else "wb") as file:
+        file.write(data)
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def fsync_path(path: str) -> None:

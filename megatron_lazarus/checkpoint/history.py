@@ -24,7 +24,7 @@ class SaveHistory:
 
     ``newest``: tag directory last published or loaded; ``job``: names the run to other jobs; ``number``: attempts so
     far; ``k``: experts per layer of the last save; ``assigned``: the ledger's at that save.
-    ``report(kind, **fields)`` adds to the run's events.
+    ``report(kind, **fields)`` adds to the run's events; ``withdraw`` is told of every save that failed.
     """
 
     def __init__(self, num_experts: Sequence[int], rank: Callable[[], int], strict: bool) -> None:
@@ -39,6 +39,7 @@ class SaveHistory:
         self.in_flight: list[Save] = []
         self.must_stop: str | None = None
         self.report: Callable[..., None] = lambda kind, **fields: None
+        self.withdraw: Callable[[Save], None] = lambda save: None
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 
@@ -65,6 +66,7 @@ class SaveHistory:
         self.in_flight.remove(save)
         attempt = save.attempt
         if not published:
+            self.withdraw(save)
             self.failed(attempt.directory, save.reason or "see the log of rank 0")
             return
         self.newest = attempt.directory

@@ -29,8 +29,8 @@ class HostBuffer:
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if end > self._bytes.numel():
             pinned = any(tensor.is_cuda for tensor in tensors.values())
-            # Written once, so that the first snapshot does not pay for making the pages.
-            self._bytes = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
+            # Not filled: who copies first makes the pages, and training does not wait for that.
+            self._bytes = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
         return {
             name: self._bytes[offsets[name] : offsets[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for name, tensor in tensors.items()

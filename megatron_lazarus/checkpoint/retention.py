@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-from megatron_lazarus.checkpoint.files import CheckpointError, write_atomically
+from megatron_lazarus.checkpoint.files import CheckpointError
 from megatron_lazarus.checkpoint.manifest import NAME, Manifest, read_latest
 
 INCOMPLETE = "incomplete.json"
@@ -22,7 +22,9 @@ RETIRED = "retired.json"
 
 def mark_incomplete(directory: str, attempt: str) -> None:
     """``attempt`` is going to write into ``directory``."""
-    write_atomically(os.path.join(directory, INCOMPLETE), json.dumps({"attempt": attempt}).encode())
+    # Not flushed, since training waits for it: a folder whose mark is lost is merely not tidied up.
+    with open(os.path.join(directory, INCOMPLETE), "w", encoding="utf-8") as file:
+        json.dump({"attempt": attempt}, file)
 
 
 def complete_tags(save_dir: str) -> dict[str, Manifest]:

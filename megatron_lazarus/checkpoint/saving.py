@@ -145,7 +145,11 @@ class Saver:
             owner = Owner(path, self._history.job)
             owner.claim()
             self._writer.owner = owner
-        else:
+            return
+        try:
+            owner.check()
+        except CheckpointError:
+            # The directory was removed, or there is another owner, who is named if alive.
             owner.claim()
 
     def _is_complete(self, directory: str) -> bool:

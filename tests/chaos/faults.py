@@ -106,6 +106,7 @@ def places(engine: Any) -> dict[str, tuple[Any, str]]:
         "saving": (engine._checkpoint.writer, "_write_record"),
         "saved": (engine._checkpoint, "save"),
         "publishing": (engine._checkpoint, "wait_for"),
+        "reporting": (background, "write_reserved"),
         "published": (background, "write_atomically"),
         "finish": (engine, "finish"),
         **({} if engine._elastic is None else _recovery_places(engine)),

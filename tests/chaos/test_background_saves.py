@@ -27,7 +27,7 @@ def check_checkpoints(job: TrainingJob, folder: Path) -> None:
     assert told[-1] == "global_step24", "the last save was to be waited for"
 
 
-@pytest.mark.parametrize("point", ["saving", "published"])
+@pytest.mark.parametrize("point", ["saving", "reporting", "published"])
 def test_death_while_a_checkpoint_is_written(nursery: Nursery, tmp_path: Path, point: str) -> None:
     """The save in flight is not completed in the next generation; training and the next save are as ever."""
     with training_job(nursery, tmp_path, 4, {**LONG, "section": {"checkpoint": PARTIAL}}) as job:

@@ -72,6 +72,7 @@ class Rank:
         self.engine, self.experts = _Engine(), _Experts(rank, world_size)
         self.history = SaveHistory([EXPERTS] * LAYERS, lambda: rank, strict=False)
         self.writer = BackgroundWriter(limit_s=LIMIT_S)
+        self.history.withdraw = self.writer.withdraw
         self.saver = Saver(self.engine, self.experts, settings, self.history, self.writer, gather)
         self.loader = Loader(self.engine, self.experts, gather)
         self.rank, self.gather = rank, gather
@@ -166,6 +167,11 @@ class Ranks:
 
         result: tuple[bool, str] = self.call(one)[0]
         return result
+
+    def settle(self) -> None:
+        """Wait until the background threads are done with everything."""
+        for member in self.members:
+            assert all(save.finished.wait(LIMIT_S) for save in member.writer._pending)
 
     def close(self) -> None:
         for member in self.members:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lazarus.checkpoint import memory
 from megatron_lazarus.checkpoint.attempt import Save
 from megatron_lazarus.checkpoint.engine import FullSaves
 from megatron_lazarus.checkpoint.files import CheckpointError
@@ -22,7 +24,7 @@ from megatron_lazarus.checkpoint.owner import NAME as OWNER
 from megatron_lazarus.checkpoint.owner import STALE_S, Owner
 from megatron_lazarus.checkpoint.restore import read_dense
 from tests.crash import damage, kill
-from tests.crash.job import EXPERTS, LAYERS, Ranks, check_content, check_files, newest
+from tests.crash.job import EXPERTS, LAYERS, LIMIT_S, Ranks, check_content, check_files, newest
 
 PARTIAL = FullSaves(persist_experts=1)
 
@@ -38,6 +40,16 @@ def test_killed_before_some_calls(tmp_path: Path) -> None:
 def test_damage(tmp_path: Path) -> None:
     done = damage.examine(str(tmp_path), 40, seed=3)
     assert min(done["flip"], done["truncation"], done["fell back"]) > 0
+
+
+def test_white_space_is_damage_too(tmp_path: Path) -> None:
+    damage.prepare(str(tmp_path))
+    path = tmp_path / "global_step6" / "manifest.json"
+    text = path.read_text()
+    Manifest.read(str(path.parent))
+    path.write_text(text.replace("\n", " ", 1))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        Manifest.read(str(path.parent))
 
 
 @contextlib.contextmanager
@@ -61,12 +73,14 @@ def test_disk_full(tmp_path: Path, room: int) -> None:
         folder = str(disk)
         ranks = Ranks(PARTIAL)
         assert ranks.save(folder, 1)[0]
+        ranks.settle()
         free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
         (disk / "ballast").write_bytes(b"x" * (free - room))
         before = os.statvfs(folder).f_bavail
         published, reason = ranks.save(folder, 2)
         assert not published
         assert "No space left" in reason
+        ranks.settle()
         assert os.statvfs(folder).f_bavail >= before, "the failed save has left something behind"
         assert read_latest(folder) == "global_step1"
         (disk / "ballast").unlink()
@@ -94,6 +108,7 @@ def test_read_only_directory(tmp_path: Path) -> None:
     with small_disk(disk, 1 << 20):
         ranks = Ranks(PARTIAL)
         assert ranks.save(str(disk), 1)[0]
+        ranks.settle()
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         published, reason = ranks.save(str(disk), 2)
         assert not published
@@ -110,6 +125,7 @@ def test_directory_removed(tmp_path: Path) -> None:
     folder = tmp_path / "saves"
     ranks = Ranks(PARTIAL)
     assert ranks.save(str(folder), 1)[0]
+    ranks.settle()
     shutil.rmtree(folder)
     published, reason = ranks.save(str(folder), 2)
     assert not published
@@ -145,6 +161,7 @@ def test_directory_removed_while_saving(tmp_path: Path) -> None:
 
 OTHER_JOB = """
 import sys
+import threading
 from megatron_lazarus.checkpoint.owner import Owner
 Owner(sys.argv[1], "other").claim()
 print("claimed", flush=True)
@@ -257,3 +274,50 @@ def test_retention_respects_references(tmp_path: Path, keep: int) -> None:
     # Of four experts one is written at a time: nothing older than four saves is needed by any of these.
     oldest = min(int(path.name[11:]) for path in tmp_path.glob("global_step*"))
     assert oldest >= 12 - keep - 3
+
+
+END_AT_ONCE = """
+import sys, torch
+from megatron_lazarus.joining import private_world
+from tests.distributed.runs import Run, build, train
+private_world()
+run = Run(micro_batches=2, experts=4, section={"checkpoint": {"persist_experts": 1}})
+engine, ledger = build(0, 1, run)
+for step in range(3):
+    train(engine, ledger, run, 1)
+    engine.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_process_that_ends_waits_for_its_last_save(tmp_path: Path) -> None:
+    """Also without ``engine.finish()``; and nobody else need wait for its directory."""
+    subprocess.run([sys.executable, "-c", END_AT_ONCE, str(tmp_path)], check=True, timeout=120, capture_output=True)
+    assert read_latest(str(tmp_path)) == "global_step3"
+    for step in (1, 2, 3):
+        folder = str(tmp_path / f"global_step{step}")
+        Manifest.read(folder).verify(folder)
+    assert not (tmp_path / OWNER).exists()
+
+
+def test_what_may_change_at_any_time_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client state, unlike parameters, need not wait for the update to change."""
+    begun, copy = threading.Event(), memory.Snapshot._copy
+
+    def late(snapshot: memory.Snapshot) -> None:
+        assert begun.wait(LIMIT_S)
+        copy(snapshot)
+
+    monkeypatch.setattr(memory.Snapshot, "_copy", late)
+    ranks = Ranks(PARTIAL, world_size=1)
+    (rank,) = ranks.members
+    rank.train(1)
+    counts = torch.zeros(50)
+    state = {"module": rank.engine.module.state_dict(), "counts": counts, "global_steps": 1}
+    save = rank.saver.begin(rank.saver.agree(str(tmp_path), "global_step1", again=False), state, save_latest=True)
+    counts.fill_(7)
+    begun.set()
+    assert save.decided.wait(LIMIT_S)
+    ranks.close()
+    chosen = newest(str(tmp_path))
+    assert chosen is not None
+    assert not read_dense(str(tmp_path), chosen[1])["counts"].any()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from megatron_lazarus.checkpoint.manifest import Manifest, read_latest
+from megatron_lazarus.checkpoint.restore import read_dense
 from tests.distributed.pool import Pools
 from tests.distributed.runs import Run, assert_replicas_equal, build, train
 
@@ -66,6 +69,12 @@ def load(rank: int, world: int, directory: str, run: Run) -> tuple[Records, Any,
     train(engine, ledger, run, 1)
     assert_replicas_equal(engine)
     return state
+
+
+def load_weights(rank: int, world: int, directory: str, run: Run) -> tuple[Records, int]:
+    engine, _ = build(rank, world, run)
+    engine.load_checkpoint(directory, load_module_only=True)
+    return _records(engine), engine.global_steps
 
 
 EXACT = Run(micro_batches=4, experts=6)
@@ -127,6 +136,54 @@ def test_partial_saves(workers: Pools, tmp_path: Path, run: Run, content: str, k
                         if weights == "master":
                             expected = torch.from_numpy(expected).bfloat16().float().numpy()
                     assert np.array_equal(value, expected), f"layer {layer} expert {expert} {name}"
+
+
+def test_weights_alone(workers: Pools, tmp_path: Path) -> None:
+    run = dataclasses.replace(BF16, section={"checkpoint": {"persist_experts": 1, "content": "moments"}})
+    ranks = workers(4)(save_often, str(tmp_path), run, timeout=120)
+    last = SAVES * STEPS_BETWEEN
+    truth = {place: record for rank in ranks for place, record in rank[last][0].items()}
+    for records, steps in workers(3)(load_weights, str(tmp_path), run, timeout=120):
+        assert steps == 0
+        for place, record in records.items():
+            for name, value in record.items():
+                if name.startswith(("parameter", "master")):
+                    assert np.array_equal(value, truth[place][name])
+                else:
+                    assert not value.any()
+
+
+def continued(rank: int, world: int, directory: str, run: Run) -> list[float]:
+    engine, ledger = build(rank, world, run)
+    path, client_state = engine.load_checkpoint(directory)
+    assert path is not None
+    assert client_state["at"] == SAVES * STEPS_BETWEEN
+    return train(engine, ledger, run, 2).losses
+
+
+def test_checkpoint_of_the_first_version(workers: Pools, tmp_path: Path) -> None:
+    """DeepSpeed wrote the dense part then, and the manifest was a list of files."""
+    run = dataclasses.replace(EXACT, section={"checkpoint": {}})
+    workers(4)(save_often, str(tmp_path), run, timeout=120)
+    expected = workers(3)(continued, str(tmp_path), run, timeout=120)
+    tag = tmp_path / f"global_step{SAVES * STEPS_BETWEEN}"
+    manifest = Manifest.read(str(tag))
+    state = read_dense(str(tmp_path), manifest)
+    shutil.rmtree(tag / "dense")
+    torch.save(state, tag / "mp_rank_00_model_states.pt")
+    body = {name: getattr(manifest, name) for name in ("tag", "generation", "global_steps", "model")}
+    body["version"] = 1
+    body["files"] = [
+        {
+            "name": str(path.relative_to(tag)),
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in sorted([*tag.glob("*.pt"), *tag.glob("experts/*")])
+    ]
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (tag / "manifest.json").write_text(json.dumps({"sha256": digest, "manifest": body}, indent=1))
+    assert workers(3)(continued, str(tmp_path), run, timeout=120) == expected
 
 
 def _written(folder: str, step: int, layer: int, field: str) -> set[int]:

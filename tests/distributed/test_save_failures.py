@@ -56,6 +56,9 @@ def full_disk(rank: int, world: int, directory: str, run: Run) -> tuple[list[flo
     assert engine.save_checkpoint(directory, tag="unlucky")
     losses += _steps_until(engine, ledger, run, lambda: history.failures)
     engine._checkpoint.writer._write_record = write
+    deadline = time.monotonic() + LIMIT_S
+    while os.path.exists(os.path.join(directory, "unlucky")) and time.monotonic() < deadline:
+        time.sleep(0.01)
     left = os.listdir(directory)
     assert engine.save_checkpoint(directory, tag="lucky", wait=True)
     assert failed < engine.global_steps

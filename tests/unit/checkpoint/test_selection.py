@@ -96,6 +96,11 @@ def test_shared_evenly() -> None:
         assert _bottleneck(units, writers, world) <= (4 / 3 if free else 2) * best
 
 
+def test_large_before_small() -> None:
+    units = [*[Unit(1, range(3))] * 6, Unit(3, range(3))]
+    assert _bottleneck(units, share(units, 3), 3) == 3
+
+
 def test_the_dense_part_evens_out_the_records() -> None:
     records = [Unit(100, [0]), Unit(100, [0, 1])]
     dense = [Unit(10, range(4))] * 60
