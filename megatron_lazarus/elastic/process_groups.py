@@ -115,7 +115,7 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def tracking(self) -> Iterator[None]:
-        """Make further groups of this generation within it: with the short limit, and so that ``unblock`` reaches them."""
+        """Make further groups of this generation within it: with the short limit, and within reach of ``unblock``."""
         c10d: Any = dist.distributed_c10d
         names = ("default_pg_timeout", "default_pg_nccl_timeout")
         before = {name: getattr(c10d, name) for name in names}
