@@ -44,6 +44,7 @@ def test_a_killed_coordinator_is_replaced(tmp_path: Path) -> None:
         assert generations(job) == sorted(generations(job))
 
 
+@pytest.mark.extensive
 def test_coordinator_and_node_killed_at_once(tmp_path: Path) -> None:
     """As if the coordinator's host had died. The first candidate is gone, too."""
     with local_job(tmp_path, "a", "b", "c", "d", **TIMES) as job:
@@ -55,6 +56,7 @@ def test_coordinator_and_node_killed_at_once(tmp_path: Path) -> None:
         assert [node for node, _ in failures(job)] == ["a"]
 
 
+@pytest.mark.extensive
 def test_successors_host_dies_too(tmp_path: Path) -> None:
     with local_job(tmp_path, "a", "b", "c", "d", "e", **TIMES) as job:
         working(job)
@@ -82,6 +84,7 @@ def test_a_stopped_coordinator_never_rules_again(tmp_path: Path) -> None:
         assert job.events()[: len(before)] == before
 
 
+@pytest.mark.extensive
 def test_half_of_the_agents_elect_nobody(tmp_path: Path) -> None:
     with local_job(tmp_path, "a", "b", **TIMES) as job:
         working(job)
@@ -92,6 +95,7 @@ def test_half_of_the_agents_elect_nobody(tmp_path: Path) -> None:
         assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.extensive
 def test_half_of_the_agents_go_on_with_a_shared_lease(tmp_path: Path) -> None:
     lease = tmp_path / "lease"
     with local_job(tmp_path, "a", "b", lease_path=str(lease), **TIMES) as job:
