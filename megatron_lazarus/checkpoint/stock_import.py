@@ -44,7 +44,7 @@ class StockCheckpoint:
     def __init__(self, directory: str, rules: Sequence[Rule] = USUAL_RULES) -> None:
         self.directory = directory
         self.dense = load(os.path.join(directory, DENSE_FILE))
-        self.num_experts: list[int] = self.dense.get("num_experts") or []
+        self.num_experts: list[int] = self.dense.get("num_experts", ())
         if not isinstance(self.num_experts, list) or not isinstance(self.dense.get("module"), dict):
             raise CheckpointError(f"{directory} is not a checkpoint of deepspeed.moe: it does not count experts")
         if self.dense.get("ds_autoep_layers"):
