@@ -112,6 +112,10 @@ class TrainingJob(LocalJob):
     def events_of(self, kind: str) -> int:
         return sum(event["kind"] == kind for event in self.events())
 
+    def waited(self, node: str) -> int:
+        """How often this node has come to be admitted."""
+        return sum(event["kind"] == "waiting" and event["node"] == node for event in self.events())
+
     def working(self, node: str) -> bool:
         """Whether the newest generation has worked with this node as a member."""
         generations = self.generations()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_lazarus.checkpoint.manifest import Manifest, read_latest
+from megatron_lazarus.elastic.settings import QUARANTINE_FAILURES
 from tests.chaos.job import TrainingJob, training_job
 from tests.chaos.nursery import Nursery
 
@@ -88,6 +89,27 @@ def test_hang_in_deepspeeds_reduction_is_found_as_in_ours(nursery: Nursery, tmp_
         job.check()
         first = next(event for event in job.events() if event["kind"] in ("failure", "broken"))
         assert (first["kind"], first["node"], first["cause"]) == ("failure", "n1", "stuck")
+
+
+@pytest.mark.extensive
+def test_a_node_that_keeps_failing_is_kept_out(nursery: Nursery, tmp_path: Path) -> None:
+    options = {**LONG, "total_steps": 60}
+    with training_job(nursery, tmp_path, 3, options, max_recoveries_without_progress=9) as job:
+        job.add("n0", "n1", "x")
+        job.wait_for_step(1)
+        for failure in range(QUARANTINE_FAILURES):
+            job.wait_until_working("x")
+            job.kill_worker("x")
+            assert job.agents["x"].wait(20) == 1
+            if failure + 1 < QUARANTINE_FAILURES:
+                with job.holding():
+                    job.add("x")
+                    job.wait_until(lambda count=failure + 2: job.waited("x") == count or None, 30, "x does not come")
+        job.add("x")
+        assert job.agents["x"].wait(20) == 1
+        assert "in quarantine for" in job.wait_for("refused", node="x")["why"]
+        job.killed.add("x")
+        job.check()
 
 
 @pytest.mark.extensive

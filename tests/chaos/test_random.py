@@ -10,13 +10,14 @@ import pytest
 from tests.chaos.nursery import Nursery
 from tests.chaos.storm import Storm, events_in
 
-RUNS, ENOUGH_S = 6, 40.0
+SEEDS, ENOUGH_S = (25, 1, 17, 2, 3, 4), 40.0
+"""The first one kills the coordinator's host."""
 
 
 def test_random_faults(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events, runs = 0, 0
     end = time.monotonic() + ENOUGH_S
-    for seed in range(1, RUNS + 1):
+    for seed in SEEDS:
         if time.monotonic() > end:
             break
         storm = Storm(seed)
