@@ -35,6 +35,7 @@ class Run:
     residual: bool = False
     tied: bool = False
     heads_apart: bool = False
+    schedule: str = "linear"
 
 
 def _optimizer(model: nn.Module, run: Run, split: bool) -> torch.optim.Optimizer:
@@ -59,7 +60,10 @@ def _optimizer(model: nn.Module, run: Run, split: bool) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, lr=0.003, eps=1e-3)
 
 
-def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def _schedule(optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.lr_scheduler.LRScheduler:
+    if run.schedule == "lambda":
+        # Unlike the linear one it works from the state's own learning rates of every group.
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     return torch.optim.lr_scheduler.LinearLR(optimizer, 0.3, 1.0, total_iters=20)
 
 
@@ -86,7 +90,7 @@ def _stock_engine(rank: int, world: int, ep_size: int, run: Run, extra: dict[str
     optimizer = _optimizer(model, run, run.split)
     config = {**_config(run), "gradient_accumulation_steps": MICRO_BATCHES // world, **(extra or {})}
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=_schedule(optimizer), config=config
+        model=model, optimizer=optimizer, lr_scheduler=_schedule(optimizer, run), config=config
     )
     return engine
 
@@ -107,7 +111,7 @@ def _lazarus_engine(run: Run) -> Any:
     optimizer = _optimizer(model, run, split=False)
     config = {**_config(run), "train_batch_size": 2 * MICRO_BATCHES, "lazarus": {}}
     engine, *_ = megatron_lazarus.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=_schedule(optimizer), config=config
+        model=model, optimizer=optimizer, lr_scheduler=_schedule(optimizer, run), config=config
     )
     return engine
 
@@ -168,7 +172,7 @@ def _mean(by_rank: list[list[float]]) -> list[float]:
 RUNS = [
     Run(),
     Run(split=True),
-    Run(split=True, decay_groups=True, residual=True, tied=True),
+    Run(split=True, decay_groups=True, residual=True, tied=True, schedule="lambda"),
     Run(optimizer="sgd", decay_groups=True),
     Run(split=True, bf16=True),
 ]
