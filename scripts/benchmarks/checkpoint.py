@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/checkpoint.py [--ranks 2] [--rounds 6] [--json out.json]
 
-One model, data and world for all, float32, gloo, one thread a rank. Every engine trains segments of --interval steps
-with a save at the beginning, alternating with segments without one. A save blocks training while the call lasts and
-while an update waits for it; of all ranks the longest counts. It is durable when all of it is flushed to storage
+One model, data and world for all, float32, gloo, one thread a rank. The engines take turns; in each turn one trains
+--interval steps without a save and as many with a save at the beginning. A save blocks training while the call lasts
+and while an update waits for it; of all ranks the longest counts. It is durable when all of it is flushed to storage
 (Lazarus does that itself; for the others the benchmark does it after them, outside of what counts as blocking). The
 slow-down is that of a run which saves every --interval steps. Each engine is compared with its own quiet steps. Saves
 of the Lazarus engine with K = 1 write one expert of each layer. Exits with 1 if a wanted number is missed.
@@ -16,12 +16,16 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ from recovery import free_port
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 REPOSITORY = Path(__file__).resolve().parents[2]
-VARIANT_LIMIT_S = 900.0
+START_LIMIT_S, ROUND_LIMIT_S = 300.0, 300.0
 LESS_BLOCKING, SLOW_DOWN = 0.98, 0.03
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,6 +45,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lazarus, K = 1, moments": ("lazarus", {"persist_experts": 1, "content": "moments"}),
     "lazarus, K = all": ("lazarus", {"persist_experts": "all", "content": "all"}),
 }
+
+ESSENTIAL = {name for name in VARIANTS if name == "stock" or name.startswith("lazarus")}
 
 
 class VariantFailed(Exception):
@@ -61,54 +67,118 @@ class Row:
     slow_down: float
 
 
-def run_variant(name: str, options: dict[str, Any], ranks: int, folder: Path) -> Row:
-    kind, chosen = VARIANTS[name]
-    port = free_port()
-    processes = []
-    logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
-    paths = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    for rank, log in enumerate(logs):
-        environment = {
+class Variant:
+    """The ranks of one engine's job. They wait, and use no processor, while it is another one's turn."""
+
+    def __init__(self, name: str, options: dict[str, Any], ranks: int, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        folder.mkdir()
+        kind, chosen = VARIANTS[name]
+        paths = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        common = {
             **os.environ,
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(ranks),
             "LOCAL_SIZE": str(ranks),
             "CROSS_RANK": "0",
             "CROSS_SIZE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
-        arguments = [kind, str(folder / "checkpoint"), str(folder / "result"), json.dumps({**options, **chosen})]
-        with log.open("wb") as output:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(WORKER), *arguments],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
+        self.processes: list[subprocess.Popen[str]] = []
+        self.replies: list[int] = []
+        for rank in range(ranks):
+            ours, theirs = os.pipe()
+            files = [str(folder / "checkpoint"), str(folder / "result"), str(theirs)]
+            with (folder / f"rank_{rank}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, str(WORKER), kind, *files, json.dumps({**options, **chosen})],
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(theirs,),
                     start_new_session=True,
+                    text=True,
                 )
-            )
-    try:
-        codes = [process.wait(VARIANT_LIMIT_S) for process in processes]
-    except subprocess.TimeoutExpired:
-        codes = [1]
-    finally:
-        for process in processes:
+            os.close(theirs)
+            self.processes.append(process)
+            self.replies.append(ours)
+
+    def wait(self, limit_s: float) -> None:
+        """Until all ranks have replied. Raises VariantFailed."""
+        waiting, deadline = set(self.replies), time.monotonic() + limit_s
+        while waiting:
+            ready = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))[0]
+            if not ready or any(not os.read(descriptor, 64) for descriptor in ready):
+                raise VariantFailed(self.logs())
+            waiting -= set(ready)
+
+    def round(self, number: int) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{number}\n")
+            process.stdin.flush()
+        self.wait(ROUND_LIMIT_S)
+
+    def finish(self) -> Row:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        try:
+            codes = [process.wait(ROUND_LIMIT_S) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            codes = [1]
+        if any(codes):
+            raise VariantFailed(self.logs())
+        paths = [self.folder / f"result.{rank}.json" for rank in range(len(self.processes))]
+        return summarise(self.name, [json.loads(path.read_text()) for path in paths])
+
+    def close(self) -> None:
+        for process in self.processes:
             # A decoupled engine has a process of its own, which would survive its parent.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if any(codes):
-        raise VariantFailed("\n".join(log.read_text(errors="replace")[-1500:] for log in logs))
-    results = [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(ranks)]
-    return summarise(name, results)
+        for descriptor in self.replies:
+            os.close(descriptor)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(self.folder.glob("*.log")))
+
+
+def compare(names: list[str], options: dict[str, Any], ranks: int, folder: Path, failures: dict[str, str]) -> list[Row]:
+    """Rounds of all engines in turn, so that what else the machine does hits all alike.
+
+    Engines of others that do not run here go into ``failures``. Raises VariantFailed for the rest.
+    """
+    running: list[Variant] = []
+
+    def attempt(variant: Variant, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except VariantFailed as error:
+            if variant.name in ESSENTIAL:
+                raise
+            errors = [line for line in str(error).splitlines() if "Error" in line]
+            failures[variant.name] = errors[-1] if errors else "it gave no result"
+            return None
+
+    with contextlib.ExitStack() as stack:
+        for index, name in enumerate(names):
+            variant = Variant(name, options, ranks, folder / str(index))
+            stack.callback(variant.close)
+            attempt(variant, partial(variant.wait, START_LIMIT_S))
+            running.append(variant)
+        for number in range(1, options["rounds"] + 1):
+            for variant in running:
+                if variant.name not in failures:
+                    attempt(variant, partial(variant.round, number))
+        rows = [attempt(variant, variant.finish) for variant in running if variant.name not in failures]
+    return [row for row in rows if row is not None]
 
 
 def summarise(name: str, results: list[dict[str, Any]]) -> Row:
@@ -130,9 +200,9 @@ def summarise(name: str, results: list[dict[str, Any]]) -> Row:
 
 def table(rows: list[Row], failures: dict[str, str], options: dict[str, Any], ranks: int) -> str:
     lines = [
-        f"{ranks} local ranks, {options['layers']} MoE layers, hidden {options['hidden']}, {options['experts']} experts, "
-        f"top-1, {options['tokens']} tokens a rank, float32; a save every {options['interval']} steps, "
-        f"{options['rounds']} saves; {os.cpu_count()} cores",
+        f"{ranks} local ranks, {options['layers']} MoE layers, hidden {options['hidden']}, "
+        f"{options['experts']} experts, top-1, {options['tokens']} tokens a rank, float32; a save every "
+        f"{options['interval']} steps, {options['rounds']} saves; {os.cpu_count()} cores",
         f"{'':<25}{'blocking ms':>12}{'(most)':>9}{'durable s':>11}{'MB':>8}{'step ms':>9}{'while writing':>15}"
         f"{'slow-down':>11}",
     ]
@@ -162,19 +232,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     names = ("rounds", "interval", "layers", "hidden", "experts", "tokens")
     options = {name: getattr(arguments, name) for name in names}
-    rows: list[Row] = []
     failures: dict[str, str] = {}
-    for name in arguments.only or VARIANTS:
-        with tempfile.TemporaryDirectory(prefix="lazarus-checkpoint-", dir=arguments.directory) as folder:
-            try:
-                rows.append(run_variant(name, options, arguments.ranks, Path(folder)))
-            except VariantFailed as error:
-                if name.startswith("lazarus") or name == "stock":
-                    print(f"{name} failed:\n{error}", file=sys.stderr)
-                    return 1
-                failures[name] = next(
-                    (line for line in reversed(str(error).splitlines()) if "Error" in line), "no result"
-                )
+    with tempfile.TemporaryDirectory(prefix="lazarus-checkpoint-", dir=arguments.directory) as folder:
+        try:
+            rows = compare(arguments.only or list(VARIANTS), options, arguments.ranks, Path(folder), failures)
+        except VariantFailed as error:
+            print(error, file=sys.stderr)
+            return 1
     print(table(rows, failures, options, arguments.ranks))
     missed = verdict({row.name: row for row in rows})
     if arguments.json:

@@ -1,7 +1,6 @@
 """A rank of checkpoint.py: trains one model and saves it with one engine, and writes down how long what took.
 
-Segments of steps with a save at their beginning alternate with quiet ones, so that what else the machine does
-hits both alike. The result is one JSON file per rank.
+Segments of steps with a save at their beginning alternate with quiet ones. The result is one JSON file per rank.
 """
 
 from __future__ import annotations
@@ -200,9 +199,10 @@ def flush(directory: Path) -> None:
 class Watch:
     """Waits in a thread until a save is durable, and says when that was."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.started, self.seconds, self.error = time.perf_counter(), 0.0, None
-        self._wait = wait
+    def __init__(self, wait: Callable[[], None], started: float) -> None:
+        self.seconds = 0.0
+        self.error: Exception | None = None
+        self._wait, self._started = wait, started
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -211,7 +211,7 @@ class Watch:
             self._wait()
         except Exception as error:
             self.error = error
-        self.seconds = time.perf_counter() - self.started
+        self.seconds = time.perf_counter() - self._started
 
     @property
     def writing(self) -> bool:
@@ -224,65 +224,74 @@ class Watch:
         return self.seconds
 
 
-def measure(training: Training, rounds: int, interval: int) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "quiet": [],
-        "saving": [],
-        "while_writing": [],
-        "blocking": [],
-        "durable": [],
-        "bytes": [],
-    }
+class Measurement:
+    """Rounds of a quiet segment and one with a save; ``result`` gathers their seconds and bytes."""
 
-    def step() -> float:
+    def __init__(self, training: Training, interval: int) -> None:
+        self.training, self.interval = training, interval
+        names = ("quiet", "quiet_steps", "saving", "while_writing", "blocking", "durable", "bytes")
+        self.result: dict[str, list[float]] = {name: [] for name in names}
+
+    def warm_up(self) -> None:
+        """The first steps allocate; the first save makes buffers, and a partial one writes everything."""
+        for _ in range(3):
+            self.step()
+        self.save(0)
+        self.result["while_writing"].clear()
+
+    def round(self, number: int) -> None:
+        quiet = [self.step() for _ in range(self.interval)]
+        self.result["quiet"].append(sum(quiet))
+        self.result["quiet_steps"] += quiet
+        for name, value in self.save(number).items():
+            self.result[name].append(value)
+
+    def step(self) -> float:
         started = time.perf_counter()
-        training.step()
+        self.training.step()
         return time.perf_counter() - started
 
-    def saving_segment(number: int) -> None:
-        before, started = training.stalled, time.perf_counter()
-        tag = f"save{number}"
-        wait = training.save(tag)
+    def save(self, number: int) -> dict[str, float]:
+        """A segment with a save at its beginning."""
+        dist.barrier()
+        training, tag = self.training, f"save{number}"
+        stalled, started = training.stalled, time.perf_counter()
+        watch = Watch(training.save(tag), started)
         call = time.perf_counter() - started
-        watch = Watch(wait)
-        watch.started = started
-        seconds = []
-        for _ in range(interval):
+        for _ in range(self.interval):
             writing = watch.writing
-            seconds.append(step())
-            if writing and number:
-                result["while_writing"].append(seconds[-1])
+            seconds = self.step()
+            if writing:
+                self.result["while_writing"].append(seconds)
         total = time.perf_counter() - started
         durable = watch.join()
-        # Nobody goes on until everything is on storage, so that quiet segments are quiet.
+        # Nobody goes on until everything is on storage, so that what follows is quiet.
         dist.barrier()
-        if number:
-            result["saving"].append(total)
-            result["blocking"].append(call + training.stalled - before)
-            result["durable"].append(durable)
-            folder = training.directory / tag
-            result["bytes"].append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
-        dist.barrier()
-
-    for _ in range(interval):
-        step()
-    # The first save makes buffers, and a partial one writes everything.
-    saving_segment(0)
-    for number in range(1, rounds + 1):
-        quiet = [step() for _ in range(interval)]
-        result["quiet"].append(sum(quiet))
-        result.setdefault("quiet_steps", []).extend(quiet)
-        saving_segment(number)
-    training.close()
-    return result
+        folder = training.directory / tag
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return {
+            "saving": total,
+            "blocking": call + training.stalled - stalled,
+            "durable": durable,
+            "bytes": size,
+        }
 
 
 def main() -> int:
+    """Do a round for every line on standard input, and say on descriptor ``reply`` when it is done."""
     torch.set_num_threads(1)
-    kind, directory, result, options = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
-    training = {"lazarus": Lazarus, "stock": Stock, "torch": TorchDistributed}[kind](options, directory)
-    measured = measure(training, options["rounds"], options["interval"])
-    result.with_suffix(f".{training.rank}.json").write_text(json.dumps(measured), encoding="utf-8")
+    kind, directory, result, reply, options = sys.argv[1:6]
+    settings = json.loads(options)
+    training = {"lazarus": Lazarus, "stock": Stock, "torch": TorchDistributed}[kind](settings, Path(directory))
+    measurement = Measurement(training, settings["interval"])
+    measurement.warm_up()
+    with open(int(reply), "w", buffering=1, encoding="utf-8") as replies:
+        print("ready", file=replies)
+        for line in sys.stdin:
+            measurement.round(int(line))
+            print("done", file=replies)
+    training.close()
+    Path(f"{result}.{training.rank}.json").write_text(json.dumps(measurement.result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
     return 0
