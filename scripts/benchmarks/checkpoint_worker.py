@@ -78,7 +78,8 @@ class Lazarus(Training):
         model, config = self.model(MoELayer)
         # In so short a run any loss would be a large share of it, and K would rise at once.
         checkpoint = {"persist_experts": options["persist_experts"], "content": options["content"], "dynamic_k": False}
-        config["lazarus"] = {"experts": {"min_replicas": 2}, "checkpoint": checkpoint}
+        # Every expert on one rank, as stock has them: both sides train and hold the same.
+        config["lazarus"] = {"experts": {"min_replicas": 1}, "checkpoint": checkpoint}
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
         self.engine, *_ = megatron_lazarus.initialize(model=model, optimizer=optimizer, config=config)
 
