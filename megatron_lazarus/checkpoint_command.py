@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,9 +156,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if "assigned" in manifest.ledger:
         ledger = Ledger([layer["num_experts"] for layer in manifest.model["moe_layers"]])
         ledger.restore(manifest.ledger)
+        ledger.planned_steps = manifest.ledger.get("planned_steps")
         unsaved = [float(tokens.sum()) for tokens in ledger.unsaved()]
-        print(f"lost tokens: {ledger.lost().sum():.0f} of {ledger.assigned.sum():.0f} so far ({ledger.plt(True):.2%})")
-        print(f"a load of it loses {sum(unsaved):.0f} more ({ledger.fraction(unsaved, True):.2%})")
+        run = "the run so far" if ledger.planned_steps is None else f"the planned {ledger.planned_steps} steps"
+        print(f"lost token updates of experts: {ledger.lost().sum():.0f}, PLT {ledger.plt():.2%} of {run}")
+        print(f"a load of this checkpoint loses {sum(unsaved):.0f} more, {ledger.fraction(unsaved):.2%}")
     return 0
 
 
@@ -220,7 +223,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     owner.claim()
     try:
         before = _bytes_in(directory)
-        retired = prune(directory, arguments.keep, newest)
+        # The owner has no save in progress: what is incomplete there was left by jobs that are gone.
+        retired = prune(directory, arguments.keep, newest, active=(), preparing=threading.Lock())
         freed = before - _bytes_in(directory)
     finally:
         owner.release()
