@@ -332,3 +332,25 @@ def test_a_pickle_in_a_stock_checkpoint_is_not_executed(workers: Pools, tmp_path
             import_checkpoint(str(stock), str(tmp_path / "ours"))
         (stock / TAG / name).write_bytes(whole)
     assert not mark.exists()
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Of all tensors in a nested state but the step counts."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.numel() > 1 else 0
+    if isinstance(value, dict):
+        return sum(map(_tensor_bytes, value.values()))
+    return sum(map(_tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def test_what_the_busiest_rank_of_stock_writes(workers: Pools, tmp_path: Path) -> None:
+    """The formula that scripts/benchmarks/checkpoint_sizes.py compares with: bf16 weights, fp32 master and moments."""
+    workers(4)(stock_first, str(tmp_path), 4, Run(split=True, bf16=True), timeout=120)
+    names = ["mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"]
+    experts = [f"layer_{layer}_expert_0_mp_rank_00_model_states.pt" for layer in range(2)]
+    content = {name: torch.load(tmp_path / TAG / name, weights_only=True) for name in [*names, *experts]}
+    dense = sum(tensor.numel() for tensor in content[names[0]]["module"].values())
+    own_experts = sum(tensor.numel() for name in experts for tensor in content[name].values())
+    # Rank 0 writes its optimizer, of the dense part and of its experts, into both files.
+    expected = 2 * (dense + own_experts) + 2 * 12 * (dense + own_experts)
+    assert sum(map(_tensor_bytes, content.values())) == expected
