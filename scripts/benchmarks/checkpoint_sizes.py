@@ -265,7 +265,8 @@ def report(shape: Shape, directory: str) -> list[str]:
         demand(saved.total <= saved.on_disk < 1.01 * saved.total, f"{content}: the manifest and the disk disagree")
         for k in (1, 2, 4, model.experts):
             size, expected = with_k(model, saved, content, k), model.formula(content, k)
-            smaller = 1 - size / whole
+            # A file with the weights apart has a header of its own: a few bytes more in all.
+            smaller = round(1 - size / whole, 4) + 0.0
             wanted = shape.smaller.get(content) if k == 1 else None
             demand(abs(size / expected - 1) <= 0.01, f"{content}, K={k}: {size} bytes, the formula says {expected}")
             if wanted is not None:

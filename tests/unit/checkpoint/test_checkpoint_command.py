@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,34 @@ def test_inspect_says_how_old_experts_are(tmp_path: Path, capsys: pytest.Capture
     assert "layer 1: 20 10 0 30" in out
     status, out, _ = lazarus(capsys, "inspect", tmp_path, "--tag", "global_step20", "--json")
     report = json.loads(out)
+    assert "lost token" not in out, "these checkpoints have no ledger"
     assert report["steps_behind"] == {layer: {"0": 0, "1": 10, "2": 10, "3": 10} for layer in ("0", "1")}
     assert report["needs"] == ["global_step10"]
+
+
+@pytest.mark.parametrize(
+    ("planned", "expected"),
+    [
+        (None, ("12, PLT 6.00% of the run so far", "loses 8 more, 4.00%")),
+        (100, ("12, PLT 2.40% of the planned 100 steps", "loses 8 more, 1.60%")),
+    ],
+)
+def test_inspect_says_what_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], planned: int | None, expected: tuple[str, str]
+) -> None:
+    """Two layers of 100 assignments each in 40 steps; counted by hand."""
+    tag = tmp_path / Saves(tmp_path).save(40, range(4))
+    ledger = {
+        "steps": 40,
+        "assigned": [100.0, 100.0],
+        "held": [[25.0, 25.0, 25.0, 15.0], [25.0, 25.0, 25.0, 23.0]],
+        "saved": [[25.0, 20.0, 25.0, 15.0], [22.0, 25.0, 25.0, 23.0]],
+        "planned_steps": planned,
+    }
+    replace(Manifest.read(str(tag)), ledger=ledger).write(str(tag))
+    status, out, _ = lazarus(capsys, "inspect", tmp_path)
+    assert status == 0
+    assert all(text in out for text in expected), out
 
 
 @pytest.mark.parametrize("content", ["all", "moments"])
