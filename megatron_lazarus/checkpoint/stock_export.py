@@ -22,7 +22,6 @@ from megatron_lazarus.checkpoint.optimizer_state import (
 )
 from megatron_lazarus.checkpoint.stock_layout import (
     DENSE_FILE,
-    dense_parameters,
     expert_file,
     expert_prefixes,
     in_model_order,
@@ -65,8 +64,8 @@ class StockExport:
         if biases := [name for name in dense["module"] if name.endswith("gate.expert_bias")]:
             raise CheckpointError(f"{biases[0]}: deepspeed.moe has no router with an expert bias")
         shapes = [layer["tensors"] for layer in self._layers]
-        tied = set(dense_parameters(dense, False)) != set(model["dense"])
-        parameters = dense_parameters(dense, tied)
+        # The module's state also has the further names of tied parameters.
+        parameters = {name: dense["module"][name] for name in dense["module"] if name in model["dense"]}
         self._prefixes = expert_prefixes(list(parameters))
         self._parameters = in_model_order(parameters, shapes, [count // ep_size for count in self._num_experts])
         self._optimizer = None
