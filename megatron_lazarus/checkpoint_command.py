@@ -282,6 +282,8 @@ def _import(arguments: argparse.Namespace) -> int:
 def _rules(arguments: argparse.Namespace) -> dict[str, list[Rule]]:
     from megatron_lazarus.checkpoint.optimizer_state import rule_of_patterns
 
+    # Conversion is work of the host; DeepSpeed need not look for a device, nor tell that it found none.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return {"rules": [rule_of_patterns(arguments.parameter_groups)]} if arguments.parameter_groups else {}
 
 

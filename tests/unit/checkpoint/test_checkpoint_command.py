@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,6 +256,21 @@ def test_errors_are_clear(
     assert message.format(dir=tmp_path) in err
     assert err.startswith("lazarus checkpoint ")
     assert err.count("\n") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_of_four(tmp_path)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out"), "--ep-size", "2"]) == 0
+    assert "verify global_step40" in terminal.getvalue()
+    assert "export" in terminal.getvalue()
 
 
 def test_no_bar_without_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
