@@ -194,7 +194,8 @@ def summarise(name: str, results: list[dict[str, Any]]) -> Row:
         durable=statistics.median(max(times) for times in zip(*(r["durable"] for r in results), strict=True)),
         bytes=round(statistics.median(first["bytes"])),
         inflation=statistics.median(busy) / step - 1 if busy else None,
-        slow_down=sum(first["saving"]) / sum(first["quiet"]) - 1,
+        # Of neighbouring segments: what else runs on the machine changes from minute to minute.
+        slow_down=statistics.median(s / q for s, q in zip(first["saving"], first["quiet"], strict=True)) - 1,
     )
 
 
