@@ -182,7 +182,7 @@ def report(results: list[Result]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1140)
+    parser.add_argument("--steps", type=int, default=1170)
     parser.add_argument("--interval", type=int, default=2, help="steps between saves (%(default)s)")
     parser.add_argument("--faults", type=int, default=6)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (%(default)s)")
