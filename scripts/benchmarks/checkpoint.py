@@ -6,7 +6,8 @@ One model, data and world for all, float32, gloo, one thread a rank. The engines
 --interval steps without a save and as many with a save at the beginning. A save blocks training while the call lasts
 and while an update waits for it; of all ranks the longest counts. It is durable when all of it is flushed to storage
 (Lazarus does that itself; for the others the benchmark does it after them, outside of what counts as blocking). The
-slow-down is that of a run which saves every --interval steps. Each engine is compared with its own quiet steps. Saves
+slow-down is that of a run which saves every --interval steps; "processor" is by how much its processor time grows,
+which depends less on what else the machine does. Each engine is compared with its own quiet steps. Saves
 of the Lazarus engine with K = 1 write one expert of each layer. Exits with 1 if a wanted number is missed.
 """
 
@@ -55,7 +56,10 @@ class VariantFailed(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds and bytes of one engine; ``inflation`` of the steps that began while a save was being written."""
+    """Seconds and bytes of one engine; ``inflation`` of the steps that began while a save was being written.
+
+    ``processor``: by how much the processor time of all ranks grows.
+    """
 
     name: str
     step: float
@@ -65,6 +69,7 @@ class Row:
     bytes: int
     inflation: float | None
     slow_down: float
+    processor: float
 
 
 class Variant:
@@ -185,6 +190,7 @@ def summarise(name: str, results: list[dict[str, Any]]) -> Row:
     first = results[0]
     blocking = [max(times) for times in zip(*(result["blocking"] for result in results), strict=True)]
     step = statistics.median(first["quiet_steps"])
+    busy_cpu, quiet_cpu = (sum(sum(result[name]) for result in results) for name in ("saving_cpu", "quiet_cpu"))
     busy = first["while_writing"]
     return Row(
         name=name,
@@ -196,6 +202,7 @@ def summarise(name: str, results: list[dict[str, Any]]) -> Row:
         inflation=statistics.median(busy) / step - 1 if busy else None,
         # Of neighbouring segments: what else runs on the machine changes from minute to minute.
         slow_down=statistics.median(s / q for s, q in zip(first["saving"], first["quiet"], strict=True)) - 1,
+        processor=busy_cpu / quiet_cpu - 1,
     )
 
 
@@ -205,13 +212,14 @@ def table(rows: list[Row], failures: dict[str, str], options: dict[str, Any], ra
         f"{options['experts']} experts, top-1, {options['tokens']} tokens a rank, float32; a save every "
         f"{options['interval']} steps, {options['rounds']} saves; {os.cpu_count()} cores",
         f"{'':<25}{'blocking ms':>12}{'(most)':>9}{'durable s':>11}{'MB':>8}{'step ms':>9}{'while writing':>15}"
-        f"{'slow-down':>11}",
+        f"{'slow-down':>11}{'processor':>11}",
     ]
     for row in rows:
         inflation = "-" if row.inflation is None else f"{row.inflation:+.1%}"
         lines.append(
             f"{row.name:<25}{row.blocking * 1e3:>12.1f}{row.blocking_most * 1e3:>9.1f}{row.durable:>11.2f}"
-            f"{row.bytes / 1e6:>8.1f}{row.step * 1e3:>9.0f}{inflation:>15}{row.slow_down:>+11.1%}"
+            f"{row.bytes / 1e6:>8.1f}{row.step * 1e3:>9.0f}{inflation:>15}"
+            f"{row.slow_down:>+11.1%}{row.processor:>+11.1%}"
         )
     lines += [f"{name:<25}does not run here: {reason}" for name, reason in failures.items()]
     return "\n".join(lines)

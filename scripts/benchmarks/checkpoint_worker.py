@@ -230,7 +230,8 @@ class Measurement:
 
     def __init__(self, training: Training, interval: int) -> None:
         self.training, self.interval = training, interval
-        names = ("quiet", "quiet_steps", "saving", "while_writing", "blocking", "durable", "bytes")
+        names = ["quiet", "quiet_steps", "quiet_cpu", "saving", "saving_cpu", "while_writing"]
+        names += ["blocking", "durable", "bytes"]
         self.result: dict[str, list[float]] = {name: [] for name in names}
 
     def warm_up(self) -> None:
@@ -241,7 +242,9 @@ class Measurement:
         self.result["while_writing"].clear()
 
     def round(self, number: int) -> None:
+        started = time.process_time()
         quiet = [self.step() for _ in range(self.interval)]
+        self.result["quiet_cpu"].append(time.process_time() - started)
         self.result["quiet"].append(sum(quiet))
         self.result["quiet_steps"] += quiet
         for name, value in self.save(number).items():
@@ -255,7 +258,7 @@ class Measurement:
     def save(self, number: int) -> dict[str, float]:
         """A segment with a save at its beginning."""
         dist.barrier()
-        training, tag = self.training, f"save{number}"
+        training, tag, processor = self.training, f"save{number}", time.process_time()
         stalled, started = training.stalled, time.perf_counter()
         watch = Watch(training.save(tag), started)
         call = time.perf_counter() - started
@@ -266,12 +269,14 @@ class Measurement:
                 self.result["while_writing"].append(seconds)
         total = time.perf_counter() - started
         durable = watch.join()
+        processor = time.process_time() - processor
         # Nobody goes on until everything is on storage, so that what follows is quiet.
         dist.barrier()
         folder = training.directory / tag
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         return {
             "saving": total,
+            "saving_cpu": processor,
             "blocking": call + training.stalled - stalled,
             "durable": durable,
             "bytes": size,
