@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -62,6 +63,7 @@ class LazarusEngine:
         self.experts, self.sizes, self.config, self.seed = experts, sizes, config, seed
         self._micro_step = 0
         self._loss_sum: Tensor | None = None
+        self._step_began: float | None = None
         self._memory_logged = False
         self.guard = LossGuard(config.guard)
         # Losses are divided by the number of micro-batches, whatever the number of ranks: reduction is a sum.
@@ -179,6 +181,7 @@ class LazarusEngine:
         self._set_boundary()
 
     def _train_step(self, micro_batch_fn: MicroBatchFn) -> StepResult:
+        started = time.monotonic()
         step, total = self.global_steps, self.sizes.micro_batches
         share = micro_batches(total, self.world_size)[self.rank]
         rounds = -(-total // self.world_size)
@@ -200,7 +203,7 @@ class LazarusEngine:
         self._context.ghost = False
         first, size = step * self.sizes.global_batch_size, self.sizes.global_batch_size
         result = self.protocol.finish(sums, total, f"samples {first}..{first + size - 1}")
-        self.rebalancer.observe()
+        self.rebalancer.observe(time.monotonic() - started)
         self._checkpoint.history.stop_if_strict()
         return result
 
@@ -232,6 +235,8 @@ class LazarusEngine:
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Forward of the module, as DeepSpeed's."""
+        if self._step_began is None:
+            self._step_began = time.monotonic()
         return self.deepspeed_engine.forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -271,7 +276,9 @@ class LazarusEngine:
         )
         self._loss_sum = None
         self._set_boundary()
-        self.rebalancer.observe()
+        if self._step_began is not None:
+            self.rebalancer.observe(time.monotonic() - self._step_began)
+        self._step_began = None
         if self.rebalancer.due(self.global_steps):
             self.rebalancer.run(self.global_steps)
 

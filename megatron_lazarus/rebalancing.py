@@ -100,18 +100,14 @@ class Rebalancer:
         self.report: Callable[..., None] = lambda kind, **fields: None
         self._interval = config.rebalance_interval
         self._settled_at = 0
-        self._before: float | None = None
         self._times: deque[float] = deque(maxlen=self._interval or 1)
         self._seconds, self._tokens = 0.0, 0
         self._bytes_per_s: float | None = None
         self._adopted: Look | None = None
 
-    def observe(self) -> None:
-        """To be called after every step: how long it took, and its experts."""
-        now = time.monotonic()
-        if self._before is not None:
-            self._times.append(now - self._before)
-        self._before = now
+    def observe(self, step_s: float) -> None:
+        """To be called after every step with the seconds it took, without what the script does between steps."""
+        self._times.append(step_s)
         for layer in self._experts.layers:
             seconds, tokens = layer.clock.take()
             self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
@@ -148,7 +144,6 @@ class Rebalancer:
         self._forget_times()
 
     def _forget_times(self) -> None:
-        self._before = None
         self._times.clear()
         self._seconds, self._tokens = 0.0, 0
 

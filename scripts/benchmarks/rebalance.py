@@ -29,7 +29,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WORLD, HIDDEN, FFN, EXPERTS, TOKENS, SLOTS, INTERVAL = 2, 256, 1024, 8, 1024, 5, 10
+WORLD, HIDDEN, FFN, EXPERTS, TOKENS, SLOTS, INTERVAL = 2, 128, 512, 8, 4096, 5, 10
 HOT_SHARE = 0.87
 # None: even routing. These experts have one replica each in the plan for even loads, like six of the eight.
 PHASES: list[int | None] = [None, 1, 4, 2]

@@ -61,7 +61,6 @@ class Experts:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron_lazarus.rebalancing.broadcast_json", lambda value, source: value)
-    monkeypatch.setattr(time, "monotonic", iter(np.arange(0, 1e6, 0.25)).__next__)
     config = ExpertsConfig(slots_per_rank=5, min_replicas=1, rebalance_interval=10)
     experts = Experts(plan_for([np.ones(8)], config, (0, 1)))
     written: list[Any] = []
@@ -75,7 +74,7 @@ def looks(rebalancer: Rebalancer, experts: Experts, loads: Any, count: int) -> l
     rebalancer.report = lambda kind, **fields: told.append({"kind": kind, **fields})
     for look in range(count):
         for _ in range(10):
-            rebalancer.observe()
+            rebalancer.observe(0.25)
         experts.loads = [loads(look)]
         rebalancer.run(10 * (look + 1))
     return [entry for entry in told if entry["kind"] == "rebalance"]
