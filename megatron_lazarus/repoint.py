@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch.distributed as dist
+
 
 def repoint(ds_engine: Any, rank: int, world_size: int, micro_batches: int) -> None:
     """Have ``ds_engine`` use the default process group that is initialised now, as ``rank`` of ``world_size``."""
@@ -15,6 +17,9 @@ def repoint(ds_engine: Any, rank: int, world_size: int, micro_batches: int) -> N
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
     ds_engine.world_size, ds_engine.global_rank = world_size, rank
+    if groups._WORLD_GROUP is None:
+        # DeepSpeed would clone the world group, which takes as long to connect as the first one, and may fail as well.
+        groups._WORLD_GROUP = dist.group.WORLD
     ds_engine.data_parallel_group = groups._get_data_parallel_group()
     ds_engine.dp_world_size = groups._get_data_parallel_world_size()
     ds_engine.seq_data_parallel_group = groups._get_sequence_data_parallel_group()
