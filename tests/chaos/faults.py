@@ -108,6 +108,10 @@ def places(engine: Any) -> dict[str, tuple[Any, str]]:
         "publishing": (engine._checkpoint, "wait_for"),
         "reporting": (background, "write_reserved"),
         "published": (background, "write_atomically"),
+        "loading": (engine._checkpoint, "load"),
+        "loaded": (engine.experts.optimizer, "load_steps"),
+        "asking": (engine, "any_rank"),
+        "asked": (engine.protocol, "all_reduce"),
         "finish": (engine, "finish"),
         **({} if engine._elastic is None else _recovery_places(engine)),
     }

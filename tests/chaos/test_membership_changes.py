@@ -181,6 +181,19 @@ def test_death_outside_of_steps(nursery: Nursery, tmp_path: Path, point: str) ->
             Manifest.read(str(folder / tag)).verify(str(folder / tag))
 
 
+@pytest.mark.parametrize("point", ["loading", "loaded", "asking", "asked"])
+def test_death_while_loading_or_asking(nursery: Nursery, tmp_path: Path, point: str) -> None:
+    """What is loaded is what was just saved, so that the run stays the undisturbed one."""
+    options = {"save_every": 3, "reload": True, "ask": True}
+    with training_job(nursery, tmp_path, 4, options) as job:
+        job.add("n1", "n3")
+        job.add("n0", fault=f"{point}:3")
+        # A regroup renews the optimizer, and with it the place of that fault.
+        job.add("n2", fault="" if point == "loaded" else f"{point}:6")
+        job.check()
+        assert worlds(job) == ([4, 3] if point == "loaded" else [4, 3, 2])
+
+
 def test_newcomer_waits_while_others_evaluate(nursery: Nursery, tmp_path: Path) -> None:
     """A node is lost in an evaluation, with too few left: the newcomer comes in between two steps only."""
     options = {"total_steps": 12, "eval_every": 2, "save_every": 2}

@@ -50,6 +50,7 @@ class Worker:
         self.pause = options.pop("pause_s", 0.0)
         self.save_every = options.pop("save_every", 0)
         self.eval_every = options.pop("eval_every", 0)
+        self.reload, self.ask = options.pop("reload", False), options.pop("ask", False)
         self.surprise = options.pop("surprise", -1)
         hot = options.pop("hot_expert", False)
         self.measure = options.pop("measure", False)
@@ -97,6 +98,10 @@ class Worker:
                 self.evaluate()
             if self.save_every and engine.global_steps % self.save_every == 0:
                 engine.save_checkpoint(str(self.log_dir / "checkpoint"))
+                if self.reload:
+                    engine.load_checkpoint(str(self.log_dir / "checkpoint"))
+            if self.ask:
+                assert engine.any_rank([engine.rank == engine.world_size - 1, False]) == [True, False]
             if self.measure:
                 self.write("size", **_size())
         self.evaluate()
