@@ -6,7 +6,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 : "${NAME:?run one of the pretrain_gpt_*.sh scripts instead}"
 : "${DS_CONFIG:=configs/ds_config_gpt_${NAME}.json}"
-: "${NUM_GPUS:=8}" "${HOSTFILE:=}" "${MASTER_PORT:=29500}"
+: "${NUM_GPUS:=8}" "${HOSTFILE:=}" "${MASTER_PORT:=29500}" "${SPOT:=}" "${MAX_NODES:=}"
+: "${TRAIN_SCRIPT:=scripts/pretrain_gpt.py}"
+# LAUNCHER=join: this host's node, of NUM_GPUS ranks, of a job that starts with NODES such hosts (scripts/slurm);
 # LAUNCHER=lazarus or deepspeed-elastic: NODES local nodes of NUM_GPUS/NODES ranks each, of which MIN_NODES must survive;
 # with a HOSTFILE deepspeed-elastic makes every host a node, or several of RANKS_PER_NODE ranks
 : "${LAUNCHER:=deepspeed}" "${NODES:=${NUM_GPUS}}" "${MIN_NODES:=1}" "${RANKS_PER_NODE:=}"
@@ -31,6 +33,16 @@ lazarus)
     LAUNCH=(lazarus run --nnodes "${MIN_NODES}:${NODES}" --local-nodes "${NODES}" --nproc-per-node "$((NUM_GPUS / NODES))"
         --config "${DS_CONFIG}" --log-dir "${LOG_DIR:=${OUTPUT}/logs}")
     ;;
+join)
+    LAUNCH=(lazarus join --min-nodes "${MIN_NODES}" --start-nodes "${NODES}" --nproc-per-node "${NUM_GPUS}"
+        --config "${DS_CONFIG}" --log-dir "${LOG_DIR:=${OUTPUT}/logs}")
+    if [[ -n "${MAX_NODES}" ]]; then
+        LAUNCH+=(--max-nodes "${MAX_NODES}")
+    fi
+    if [[ -n "${SPOT}" ]]; then
+        LAUNCH+=(--spot "${SPOT}")
+    fi
+    ;;
 deepspeed | deepspeed-elastic)
     LAUNCH=(deepspeed --num_gpus "${NUM_GPUS}" --master_port "${MASTER_PORT}")
     if [[ -n "${HOSTFILE}" ]]; then
@@ -51,7 +63,7 @@ deepspeed | deepspeed-elastic)
     fi
     ;;
 *)
-    echo "LAUNCHER is '${LAUNCHER}'; it must be deepspeed, deepspeed-elastic or lazarus" >&2
+    echo "LAUNCHER is '${LAUNCHER}'; it must be deepspeed, deepspeed-elastic, lazarus or join" >&2
     exit 2
     ;;
 esac
@@ -89,7 +101,11 @@ fi
 # DATA_PATH may hold several words: WEIGHT PREFIX WEIGHT PREFIX …
 read -r -a DATA_WORDS <<<"${DATA_PATH}"
 mkdir -p "${OUTPUT}"
-"${LAUNCH[@]}" scripts/pretrain_gpt.py "${OPTIONS[@]}" --data-path "${DATA_WORDS[@]}" "$@" 2>&1 |
+if [[ "${LAUNCHER}" == join ]]; then
+    # In this process: signals are for it, and its exit status tells what has become of the node.
+    exec "${LAUNCH[@]}" "${TRAIN_SCRIPT}" "${OPTIONS[@]}" --data-path "${DATA_WORDS[@]}" "$@"
+fi
+"${LAUNCH[@]}" "${TRAIN_SCRIPT}" "${OPTIONS[@]}" --data-path "${DATA_WORDS[@]}" "$@" 2>&1 |
     tee -a "${OUTPUT}/pretrain_gpt_${NAME}.log"
 
 # The deepspeed command also ends with status 0 when its launcher was killed, or while other hosts still train.
