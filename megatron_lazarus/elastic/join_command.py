@@ -27,8 +27,6 @@ from megatron_lazarus.elastic.settings import EXIT_LEFT, ElasticConfig
 
 logger = logging.getLogger(__name__)
 
-RETRY_PAUSE_S = 2.0
-
 _NODE_COUNTS = {
     "min": "nodes that must survive",
     "start": "nodes that training starts with, if they come within the join window",
@@ -111,7 +109,8 @@ def join_job(arguments: argparse.Namespace) -> int:
     for attempt in range(1 + arguments.max_rejoins):
         if attempt:
             logger.warning("node %s: joins again, %d of %d times", node, attempt, arguments.max_rejoins)
-            time.sleep(RETRY_PAUSE_S)
+            # By then the job knows that this node had been lost before.
+            time.sleep(config.heartbeat_timeout_s)
         result = read_json(log_dir / RESULT_FILE)
         if result is not None and result["status"] == "completed":
             return _told(result)

@@ -86,10 +86,6 @@ class Slurm:
         self._munged: subprocess.Popen[bytes] | None = None
 
     def open(self) -> None:
-        if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-            raise SlurmError(f"{', '.join(missing)} not found: install the packages slurm-wlm and munge")
-        if os.geteuid():
-            raise SlurmError("a slurmd must be root")
         (self.folder / "controller").mkdir()
         self._start_munge()
         ports = _free_ports(1 + len(self.nodes))
@@ -218,15 +214,20 @@ class Slurm:
         self.ask("scancel", "--me")
         for node in self.nodes:
             self.power_off(node)
-        controller = self.folder / "slurmctld.pid"
-        if controller.exists():
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                process = psutil.Process(int(controller.read_text()))
-                process.terminate()
-                process.wait(20)
+                if process.name() == "slurmctld" and process.environ().get("SLURM_CONF") == self.configuration:
+                    process.kill()
+                    process.wait(20)
         if self._munged is not None:
             self._munged.send_signal(signal.SIGTERM)
             self._munged.wait(20)
+
+
+def require_programs() -> None:
+    """Raises SlurmError if Slurm is not installed."""
+    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+        raise SlurmError(f"{', '.join(missing)} not found: install the packages slurm-wlm and munge")
 
 
 @contextlib.contextmanager

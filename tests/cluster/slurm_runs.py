@@ -6,43 +6,23 @@ on long before Slurm itself has noticed anything, end well by Slurm's account, a
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
-from megatron_lazarus.reporting.loss_curves import read_curve
-from tests.cluster.slurm import Slurm, SlurmError, slurm
+from tests.cluster.runs import RunFolder, settings
+from tests.cluster.slurm import Slurm, slurm
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-ITERATIONS = 600
 NODES = 4
-LIMIT_S = 120.0
-TOLERANCE = 1e-2
-"""Relative, of the loss: float32 sums of other worlds are rounded otherwise, and training multiplies that."""
-
-Found = TypeVar("Found")
 
 
 @dataclass
-class Run:
-    """One training run under Slurm. ``notes``: what was seen."""
+class Run(RunFolder):
+    """One under Slurm."""
 
-    cluster: Slurm
-    name: str
-    folder: Path
-    data: Path
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def log_dir(self) -> Path:
-        return self.folder / "logs"
+    cluster: Slurm = field(kw_only=True)
 
     def submit(self, pattern: str, *options: str) -> str:
         """Returns the job's number."""
@@ -59,33 +39,6 @@ class Run:
         shown = self.cluster.command(*command, "--env", *pairs, *options)
         self.note(shown.strip())
         return shown.split()[-1]
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-        print(f"{time.strftime('%H:%M:%S')} {self.name}: {text}", flush=True)
-
-    def events(self) -> list[dict[str, Any]]:
-        path = self.log_dir / "events.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.split("\n")[:-1]]
-
-    def wait_until(self, condition: Callable[[], Found | None], what: str, limit_s: float = LIMIT_S) -> Found:
-        return self.cluster.wait_until(condition, f"{self.name}: {what} has not happened", limit_s)
-
-    def generation(self) -> tuple[int, list[str]]:
-        """Of the newest one that works: its number and nodes."""
-        newest: dict[str, Any] = {"generation": 0, "nodes": []}
-        working = 0
-        for event in self.events():
-            if event["kind"] == "generation":
-                newest = event
-            elif event["kind"] == "working":
-                working = event["generation"]
-        return (working, sorted(newest["nodes"])) if working == newest["generation"] else (0, [])
-
-    def wait_for_nodes(self, *nodes: str, limit_s: float = LIMIT_S) -> None:
-        wanted = sorted(nodes)
-        self.wait_until(lambda: self.generation()[1] == wanted or None, f"training on {wanted}", limit_s)
 
     def coordinators_node(self) -> str:
         pid = next(event["pid"] for event in reversed(self.events()) if event["kind"] == "listening")
@@ -111,49 +64,6 @@ class Run:
         self.wait_for_nodes(*self.cluster.nodes)
         seconds = time.time() - began - noticed
         self.note(f"Slurm found {node} dead {noticed:.0f} s later; switched on, it trains after {seconds:.0f} s")
-
-    def hurry(self) -> None:
-        (self.folder / "hurry").touch()
-
-    def compare(self, reference: Mapping[int, float]) -> None:
-        result = json.loads((self.log_dir / "result.json").read_text())
-        assert result["status"] == "completed", result
-        curve = read_curve(self.log_dir)
-        assert curve.keys() == reference.keys(), f"iterations {sorted(curve.keys() ^ reference.keys())}"
-        worst = max(abs(curve[step] - loss) / loss for step, loss in reference.items())
-        assert worst <= TOLERANCE, f"the loss curve differs by {worst:.1e}"
-        self.note(f"largest relative difference of the loss from the undisturbed run's: {worst:.1e}")
-
-
-def settings() -> dict[str, str]:
-    """Of the training script, for all runs."""
-    chosen = {"TRAIN_ITERS": ITERATIONS, "SAVE_INTERVAL": 100, "LOG_INTERVAL": 10}
-    chosen |= {"EVAL_INTERVAL": ITERATIONS // 2, "EVAL_ITERS": 2}
-    return {name: str(value) for name, value in chosen.items()} | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-
-
-def prepare_data(folder: Path) -> Path:
-    """A data set of this repository's own text; its prefix."""
-    patterns = ("*.md", "docs/*.md", "megatron_lazarus/*/*.py")
-    files = sorted(path for pattern in patterns for path in REPOSITORY.glob(pattern))
-    source = folder / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in files))
-    command = [sys.executable, "scripts/preprocess_data.py", "--input", str(source), "--append-eod"]
-    command += ["--output-prefix", str(folder / "text"), "--tokenizer-type", "ByteLevelTokenizer"]
-    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    return folder / "text_text_document"
-
-
-def undisturbed(folder: Path, data: Path) -> dict[int, float]:
-    """The loss curve of the same training, on two nodes that nothing happens to."""
-    variables = {**os.environ, **settings(), "DATA_PATH": str(data), "OUTPUT": str(folder), "LAUNCHER": "lazarus"}
-    variables |= {"NUM_GPUS": "2", "NODES": "2"}
-    command = ["bash", "scripts/pretrain_gpt_tiny.sh"]
-    log = folder.with_suffix(".log")
-    with log.open("wb") as output:
-        code = subprocess.call(command, cwd=REPOSITORY, env=variables, stdout=output, stderr=output, timeout=900)
-    assert code == 0, log.read_text()[-3000:]
-    return read_curve(folder / "logs")
 
 
 # -- the runs ---------------------------------------------------------------------------------------------------
@@ -257,28 +167,9 @@ RUNS: Mapping[str, Callable[[Run, Mapping[int, float]], None]] = {
 }
 
 
-@contextmanager
-def cluster_of(folder: Path) -> Iterator[Slurm]:
+def run_on_slurm(name: str, folder: Path, data: Path, reference: Mapping[int, float]) -> None:
+    """One of them on a cluster of its own. Raises AssertionError or SlurmError."""
     place = folder / "slurm"
     place.mkdir()
     with slurm(place, NODES) as cluster:
-        yield cluster
-
-
-def run_all(folder: Path, names: list[str], data: Path, reference: Mapping[int, float]) -> list[str]:
-    """Run these; returns what failed."""
-    failed = []
-    for name in names:
-        place = folder / name
-        place.mkdir()
-        try:
-            with cluster_of(place) as cluster:
-                run = Run(cluster, name, place, data)
-                RUNS[name](run, reference)
-            print(f"{name}: passed", flush=True)
-        except (AssertionError, SlurmError, subprocess.TimeoutExpired) as error:
-            failed.append(name)
-            print(f"{name}: FAILED: {type(error).__name__}: {error}", flush=True)
-            for path in sorted((place / "logs").glob("*.out")):
-                print(f"-- {path.name}\n{path.read_text()[-1500:]}", flush=True)
-    return failed
+        RUNS[name](Run(name, folder, data, cluster=cluster), reference)
