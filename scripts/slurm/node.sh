@@ -63,6 +63,18 @@ is_wanted() {
     [[ "$(squeue --noheader --jobs="${SLURM_JOB_ID}" --Format=State:20 2>/dev/null | tr -d ' ')" == RUNNING ]]
 }
 
+# requeue STATUS: come back when there are nodes again; ends this script.
+requeue() {
+    # shellcheck disable=SC2064  # the status of now
+    trap "exit $1" TERM
+    echo "$(date +%T) requeue: back when Slurm has nodes again"
+    scontrol requeue "${SLURM_JOB_ID}"
+    # Slurm ends us now; an exit of our own could come first, and be taken for the job's end.
+    sleep 30 &
+    wait $!
+    exit "$1"
+}
+
 # follow_run [requeue] [release]: run this node until the run is complete; its exit status is the script's.
 follow_run() {
     local pid status=0 requeue="" actions=()
@@ -85,10 +97,7 @@ follow_run() {
     echo "$(date +%T) node ${SLURMD_NODENAME:-} has ended with status ${status}${asked:+ after SIG${asked}}"
     if [[ -n "${requeue}" && "${status}" == "${LEFT}" ]] && is_wanted; then
         # A departure that nobody has cancelled: preemption, the end of the time limit, a spot notice.
-        echo "requeue: the element comes back when it gets a node again"
-        scontrol requeue "${SLURM_JOB_ID}"
-        # Slurm ends this script.
-        sleep 30
+        requeue "${status}"
     fi
     exit $((status ? status : 1))
 }
@@ -111,9 +120,7 @@ follow_job() {
         exit 0
     fi
     if { [[ -n "${asked}" ]] || has_status drained; } && is_wanted; then
-        echo "requeue: the job comes back when it gets nodes again"
-        scontrol requeue "${SLURM_JOB_ID}"
-        sleep 30
+        requeue 1
     fi
     echo "the run is not complete; see ${LOG_DIR}" >&2
     exit 1

@@ -153,7 +153,7 @@ def variables(run: RunFolder, addresses: list[str]) -> dict[str, str]:
     config["lazarus"]["elastic"] = elastic
     (run.folder / "ds.json").write_text(json.dumps(config))
     (run.folder / "hostfile").write_text("".join(f"{address} slots=1\n" for address in addresses))
-    workers = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PACE_S": "0.3", "HURRY": str(run.folder / "hurry")}
+    workers = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PACE_S": "0.6", "HURRY": str(run.folder / "hurry")}
     (run.folder / "deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in workers.items()))
     return {
         **settings(),

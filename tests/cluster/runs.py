@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from megatron_lazarus.reporting.loss_curves import read_curve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ITERATIONS = 600
+ITERATIONS = 400
 LIMIT_S = 120.0
 TOLERANCE = 1e-2
 """Relative, of the loss: float32 sums of other worlds are rounded otherwise, and training multiplies that."""
@@ -101,7 +101,7 @@ class RunFolder:
 
 def settings() -> dict[str, str]:
     """Of the training script, for all runs."""
-    chosen = {"TRAIN_ITERS": ITERATIONS, "SAVE_INTERVAL": 100, "LOG_INTERVAL": 10}
+    chosen = {"TRAIN_ITERS": ITERATIONS, "SAVE_INTERVAL": 100, "LOG_INTERVAL": 10, "LR": 1e-3, "MIN_LR": 1e-4}
     chosen |= {"EVAL_INTERVAL": ITERATIONS // 2, "EVAL_ITERS": 2}
     return {name: str(value) for name, value in chosen.items()} | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 

@@ -29,7 +29,7 @@ class Run(RunFolder):
         variables = {
             "DATA_PATH": str(self.data),
             "TRAIN_SCRIPT": "tests/cluster/paced_pretrain.py",
-            "PACE_S": "0.4",
+            "PACE_S": "0.5",
             "HURRY": str(self.folder / "hurry"),
             **settings(),
         }
