@@ -141,8 +141,12 @@ def add_parser(subparsers: Any) -> None:
         if key.name not in ("pattern", "slurm", "env"):
             kind = int if "int" in str(key.type) else str
             submit.add_argument(f"--{key.name.replace('_', '-')}", type=kind)
-    submit.add_argument("--slurm", nargs="*", default=[], metavar="OPTION[=VALUE]", help="more options of sbatch")
-    submit.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="variables of the training script")
+    submit.add_argument(
+        "--slurm", nargs="*", action="extend", default=[], metavar="OPTION[=VALUE]", help="more options of sbatch"
+    )
+    submit.add_argument(
+        "--env", nargs="*", action="extend", default=[], metavar="NAME=VALUE", help="variables of the training script"
+    )
     submit.add_argument("--dry-run", action="store_true", help="print the script instead")
     submit.set_defaults(run=submit_run)
 

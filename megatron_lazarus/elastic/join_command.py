@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -111,6 +112,9 @@ def join_job(arguments: argparse.Namespace) -> int:
             logger.warning("node %s: joins again, %d of %d times", node, attempt, arguments.max_rejoins)
             # By then the job knows that this node had been lost before.
             time.sleep(config.heartbeat_timeout_s)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            # The agent takes them over, but there is none yet, or none any more.
+            signal.signal(number, _leave)
         result = read_json(log_dir / RESULT_FILE)
         if result is not None and result["status"] == "completed":
             return _told(result)
@@ -128,6 +132,10 @@ def join_job(arguments: argparse.Namespace) -> int:
             return EXIT_LEFT
     print(f"lazarus join: node {node} has failed {1 + arguments.max_rejoins} times", file=sys.stderr)
     return 1
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(EXIT_LEFT)
 
 
 def _told(result: dict[str, Any]) -> int:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import psutil
 import pytest
 
 from megatron_lazarus.elastic.settings import EXIT_LEFT
+from tests.elastic.harness import START_LIMIT_S
 from tests.elastic.test_run_command import lazarus, wait_for_event
 
 pytestmark = pytest.mark.distributed
@@ -84,6 +87,22 @@ def test_node_that_fails_joins_again(tmp_path: Path) -> None:
         wait_for_event(tmp_path, "working", 3)
         (tmp_path / "stop").touch()
         assert [process.wait(30) for process in processes.values()] == [0, 0, 0]
+
+
+def test_node_that_still_looks_for_its_job_leaves(tmp_path: Path) -> None:
+    (tmp_path / "attempts").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    (tmp_path / "attempts" / "attempt-000001").write_text(json.dumps({"coordinator": address, "token": "x"}))
+    with join(tmp_path, "a") as alone:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not (tmp_path / "run.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        # Its handlers are there a moment later.
+        time.sleep(0.5)
+        alone.send_signal(signal.SIGTERM)
+        assert alone.wait(30) == EXIT_LEFT
 
 
 def test_run_that_has_lost_all_nodes_begins_a_new_attempt(tmp_path: Path) -> None:

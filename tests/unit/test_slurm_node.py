@@ -149,6 +149,25 @@ def test_signal_drains_and_requeues(
     assert site.requests() == requests
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(("state", "requests"), [("RUNNING", ["scontrol requeue 41"]), ("COMPLETING", [])])
+def test_job_passes_the_signal_through_srun(
+    site: Site, number: signal.Signals, state: str, requests: list[str]
+) -> None:
+    process = site.start("pretrain_job.sbatch", TRAINING.format(folder=site.folder, status=79), STATE=state)
+    site.wait_for("ready")
+    process.send_signal(number)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert (site.folder / "told").exists()
+    assert site.requests()[1:] == requests
+
+
+def test_job_that_slurm_has_told_node_by_node_comes_back(site: Site) -> None:
+    site.run("pretrain_job.sbatch", result(site, "drained") + "exit 79")
+    assert site.requests()[1:] == ["scontrol requeue 41"]
+
+
 def test_element_that_slurm_holds_back_is_released(site: Site) -> None:
     held = site.folder / "held"
     held.write_text("7_3   BeginTime   1\n7_4   Resources   2\n7_5   BeginTime   0\n")

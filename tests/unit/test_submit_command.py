@@ -58,7 +58,8 @@ def test_file_and_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     path = tmp_path / "run.json"
     given = {"pattern": "array", "job_name": "moe8", "nodes": 3, "gpus_per_node": 4, "min_nodes": 2}
     path.write_text(json.dumps({**given, "env": {"DATA_PATH": "x", "TRAIN_ITERS": "5000"}}))
-    from_file = shown(capsys, "--from", str(path), "--nodes", "16", "--env", "DATA_PATH=0.3 data/a b_text 0.7 data/c")
+    data = "DATA_PATH=0.3 data/a b_text 0.7 data/c"
+    from_file = shown(capsys, "--from", str(path), "--nodes", "16", "--env", "DATA_PATH=x", "--env", data)
     assert from_file == shown(capsys, *ARRAY, *DATA)
 
 
