@@ -95,6 +95,7 @@ class _Member(Agent):
 
 def join_job(arguments: argparse.Namespace) -> int:
     """Take part until the run is complete or has failed, or this node has to leave."""
+    _leave_on_signals()
     arguments.log_dir = log_dir = arguments.log_dir.resolve()
     log_dir.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s agent: %(message)s")
@@ -112,9 +113,6 @@ def join_job(arguments: argparse.Namespace) -> int:
             logger.warning("node %s: joins again, %d of %d times", node, attempt, arguments.max_rejoins)
             # By then the job knows that this node had been lost before.
             time.sleep(config.heartbeat_timeout_s)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            # The agent takes them over, but there is none yet, or none any more.
-            signal.signal(number, _leave)
         result = read_json(log_dir / RESULT_FILE)
         if result is not None and result["status"] == "completed":
             return _told(result)
@@ -124,6 +122,7 @@ def join_job(arguments: argparse.Namespace) -> int:
             asyncio.run(member.run())
         except ConnectionError as error:
             logger.error("%s", error)
+        _leave_on_signals()
         result = read_json(log_dir / RESULT_FILE)
         if result is not None and result["status"] != "drained":
             return _told(result)
@@ -134,8 +133,14 @@ def join_job(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _leave(*_: object) -> None:
-    raise SystemExit(EXIT_LEFT)
+def _leave_on_signals() -> None:
+    """As long as there is no agent, which takes them over."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(EXIT_LEFT)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, leave)
 
 
 def _told(result: dict[str, Any]) -> int:

@@ -99,8 +99,6 @@ def test_node_that_still_looks_for_its_job_leaves(tmp_path: Path) -> None:
         while not (tmp_path / "run.json").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        # Its handlers are there a moment later.
-        time.sleep(0.5)
         alone.send_signal(signal.SIGTERM)
         assert alone.wait(30) == EXIT_LEFT
 
