@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from megatron_lazarus.reporting.loss_curves import read_curve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ITERATIONS = 400
+ITERATIONS = 300
 LIMIT_S = 120.0
 TOLERANCE = 1e-3
 """Relative, of the loss: float32 sums of other worlds are rounded otherwise, and training multiplies that."""
