@@ -17,8 +17,9 @@ from megatron_lazarus.reporting.loss_curves import read_curve
 REPOSITORY = Path(__file__).resolve().parents[2]
 ITERATIONS = 300
 LIMIT_S = 120.0
-TOLERANCE = 1e-3
-"""Relative, of the loss: float32 sums of other worlds are rounded otherwise, and training multiplies that."""
+TOLERANCE = 1e-2
+"""Relative, of the loss: float32 sums of other worlds are rounded otherwise, and where a token's two best experts are
+about as good that sends it elsewhere. That every sample counts once is what ``tests/chaos`` checks, in float64."""
 
 Found = TypeVar("Found")
 
