@@ -108,7 +108,10 @@ def settings() -> dict[str, str]:
 
 
 def prepare_data(folder: Path) -> Path:
-    """A data set of this repository's own text; its prefix."""
+    """A data set of this repository's own text; its prefix. One that is there stays: the undisturbed run has used it."""
+    prefix = folder / "text_text_document"
+    if prefix.with_suffix(".idx").exists():
+        return prefix
     patterns = ("*.md", "docs/*.md", "megatron_lazarus/*/*.py")
     files = sorted(path for pattern in patterns for path in REPOSITORY.glob(pattern))
     source = folder / "text.jsonl"
@@ -116,7 +119,7 @@ def prepare_data(folder: Path) -> Path:
     command = [sys.executable, "scripts/preprocess_data.py", "--input", str(source), "--append-eod"]
     command += ["--output-prefix", str(folder / "text"), "--tokenizer-type", "ByteLevelTokenizer"]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    return folder / "text_text_document"
+    return prefix
 
 
 def undisturbed(folder: Path, data: Path) -> dict[int, float]:
