@@ -108,7 +108,7 @@ def settings() -> dict[str, str]:
 
 
 def prepare_data(folder: Path) -> Path:
-    """A data set of this repository's own text; its prefix. One that is there stays: the undisturbed run has used it."""
+    """A data set of this repository's own text; its prefix. One that is there stays: the undisturbed run used it."""
     prefix = folder / "text_text_document"
     if prefix.with_suffix(".idx").exists():
         return prefix
