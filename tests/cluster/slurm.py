@@ -158,10 +158,12 @@ class Slurm:
     def power_off(self, node: str) -> None:
         """SIGKILL its slurmd, its slurmstepds and all that they have started."""
         while victims := self.processes(node):
-            # Those who would report the end of the others come first.
-            for process in sorted(victims, key=lambda process: not _name(process).startswith("slurm")):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+            # A host's processes end at one instant. So none of them, an srun least of all, must see others end first.
+            ordered = sorted(victims, key=lambda process: _name(process).startswith("slurm"))
+            for deed in (psutil.Process.suspend, psutil.Process.kill):
+                for process in ordered:
+                    with contextlib.suppress(psutil.Error):
+                        deed(process)
             time.sleep(0.05)
 
     def processes(self, node: str) -> list[psutil.Process]:
