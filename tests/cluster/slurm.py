@@ -218,7 +218,10 @@ class Slurm:
             self.power_off(node)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.name() == "slurmctld" and process.environ().get("SLURM_CONF") == self.configuration:
+                if (
+                    process.name() in ("slurmctld", "slurmstepd")
+                    and process.environ().get("SLURM_CONF") == self.configuration
+                ):
                     process.kill()
                     process.wait(20)
         if self._munged is not None:
