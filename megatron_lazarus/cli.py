@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_lazarus import checkpoint_command, plan_command
-from megatron_lazarus.elastic import run_command
+from megatron_lazarus import checkpoint_command, doctor_command, plan_command, submit_command
+from megatron_lazarus.elastic import join_command, run_command
 from megatron_lazarus.reporting import run_report
 
 
@@ -17,6 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True)
     plan_command.add_parser(subparsers)
     run_command.add_parser(subparsers)
+    join_command.add_parser(subparsers)
+    submit_command.add_parser(subparsers)
+    doctor_command.add_parser(subparsers)
     run_report.add_parser(subparsers)
     checkpoint_command.add_parser(subparsers)
     arguments = parser.parse_args(argv)

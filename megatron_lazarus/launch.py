@@ -34,7 +34,7 @@ from typing import Any
 from megatron_lazarus.config import ConfigError, LazarusConfig, load_config
 from megatron_lazarus.elastic.agent import START_LIMIT_S, Agent
 from megatron_lazarus.elastic.follower import Follower
-from megatron_lazarus.elastic.journal import ENDED_WELL, JOB_FILE, RESULT_FILE, write_json
+from megatron_lazarus.elastic.journal import ENDED_WELL, JOB_FILE, RESULT_FILE, read_json, write_json
 from megatron_lazarus.elastic.messages import BlockingChannel
 from megatron_lazarus.elastic.place import (
     Place,
@@ -51,7 +51,6 @@ from megatron_lazarus.elastic.run_command import (
     RUN_FILE,
     conclude,
     describe_result,
-    read_json,
     start_service,
 )
 from megatron_lazarus.elastic.settings import HANDSHAKE_TIMEOUT_S, SHUTDOWN_LIMIT_S, ElasticConfig

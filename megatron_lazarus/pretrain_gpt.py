@@ -112,7 +112,7 @@ class _Job:
                 with progress.paused():
                     self._save(iteration)
                 saved = iteration
-            self._tell_saved()
+            self._tell_saved(dist.get_rank() == 0)
             if reason := self._exit_reason(iteration, started):
                 on_rank_zero(f" [exiting program at iteration {iteration}: {reason}]")
                 break
@@ -124,8 +124,10 @@ class _Job:
 
     def finish(self) -> None:
         """Wait for the last checkpoint and for the other members."""
+        is_first = dist.get_rank() == 0
+        # Under a coordinator there is no process group afterwards.
         self.engine.finish()
-        self._tell_saved()
+        self._tell_saved(is_first)
 
     def _final_evaluation(self, iteration: int) -> None:
         loss = self._evaluate("validation", f"iteration {iteration} on validation set")
@@ -161,19 +163,20 @@ class _Job:
         }
         self.engine.save_checkpoint(folder, client_state=state, wait=wait)
 
-    def _tell_saved(self) -> None:
-        """Say so, and keep Megatron's tracker, when a save turns out to be complete."""
+    def _tell_saved(self, is_first: bool) -> None:
+        """Say so on the first rank, and keep Megatron's tracker, when a save turns out to be complete."""
         newest = self.engine.newest_checkpoint
         if newest is None or newest == self._newest:
             return
         self._newest = newest
+        if not is_first:
+            return
         folder, tag = os.path.split(newest)
         iteration = int(tag.removeprefix("global_step"))
-        if dist.get_rank() == 0:
-            temporary = Path(folder, TRACKER + ".tmp")
-            temporary.write_text(str(iteration), encoding="utf-8")
-            os.replace(temporary, Path(folder, TRACKER))
-        on_rank_zero(f"  successfully saved checkpoint at iteration {iteration:7d} to {folder}")
+        temporary = Path(folder, TRACKER + ".tmp")
+        temporary.write_text(str(iteration), encoding="utf-8")
+        os.replace(temporary, Path(folder, TRACKER))
+        print(f"  successfully saved checkpoint at iteration {iteration:7d} to {folder}", flush=True)
 
     def _load(self) -> None:
         args = self.args

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_lazarus import dense_state
+from megatron_lazarus.elastic.interfaces import use_interface
 from megatron_lazarus.elastic.journal import ENDED_WELL
 from megatron_lazarus.elastic.membership import Generation, GenerationBroken, JobEnded, Membership, NodeDrained
-from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error, use_interface
+from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error
 from megatron_lazarus.handshake import Report
 from megatron_lazarus.json_exchange import broadcast_bytes, broadcast_json, gather_json
 from megatron_lazarus.lost_experts import hold_everything

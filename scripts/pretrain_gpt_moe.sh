@@ -6,7 +6,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 : "${NAME:?run one of the pretrain_gpt_*.sh scripts instead}"
 : "${DS_CONFIG:=configs/ds_config_gpt_${NAME}.json}"
-: "${NUM_GPUS:=8}" "${HOSTFILE:=}" "${MASTER_PORT:=29500}"
+: "${NUM_GPUS:=8}" "${HOSTFILE:=}" "${DEEPSPEED_ARGS:=}" "${MASTER_PORT:=29500}" "${SPOT:=}" "${MAX_NODES:=}"
+: "${TRAIN_SCRIPT:=scripts/pretrain_gpt.py}"
+# HOSTFILE: pdsh and ssh; DEEPSPEED_ARGS: more options, such as --no_ssh --node_rank N --master_addr HOST
+# LAUNCHER=join: this host's node, of NUM_GPUS ranks, of a job that starts with NODES such hosts (scripts/slurm);
 # LAUNCHER=lazarus or deepspeed-elastic: NODES local nodes of NUM_GPUS/NODES ranks each, of which MIN_NODES must survive;
 # with a HOSTFILE deepspeed-elastic makes every host a node, or several of RANKS_PER_NODE ranks
 : "${LAUNCHER:=deepspeed}" "${NODES:=${NUM_GPUS}}" "${MIN_NODES:=1}" "${RANKS_PER_NODE:=}"
@@ -25,16 +28,27 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${TOKENIZER_TYPE:=GPT2BPETokenizer}" "${TOKENIZER_MODEL:=}" "${VOCAB_FILE:=}" "${MERGE_FILE:=}" "${SPLIT:=949,50,1}"
 : "${OUTPUT:=output/${NAME}}" "${CHECKPOINT_PATH:=${OUTPUT}/checkpoint}" "${TENSORBOARD_DIR:=}"
 
-RESULT=""
+RESULT="" STATUS=0
 case "${LAUNCHER}" in
 lazarus)
     LAUNCH=(lazarus run --nnodes "${MIN_NODES}:${NODES}" --local-nodes "${NODES}" --nproc-per-node "$((NUM_GPUS / NODES))"
         --config "${DS_CONFIG}" --log-dir "${LOG_DIR:=${OUTPUT}/logs}")
     ;;
+join)
+    LAUNCH=(lazarus join --min-nodes "${MIN_NODES}" --start-nodes "${NODES}" --nproc-per-node "${NUM_GPUS}"
+        --config "${DS_CONFIG}" --log-dir "${LOG_DIR:=${OUTPUT}/logs}")
+    if [[ -n "${MAX_NODES}" ]]; then
+        LAUNCH+=(--max-nodes "${MAX_NODES}")
+    fi
+    if [[ -n "${SPOT}" ]]; then
+        LAUNCH+=(--spot "${SPOT}")
+    fi
+    ;;
 deepspeed | deepspeed-elastic)
     LAUNCH=(deepspeed --num_gpus "${NUM_GPUS}" --master_port "${MASTER_PORT}")
     if [[ -n "${HOSTFILE}" ]]; then
-        LAUNCH=(deepspeed --hostfile "${HOSTFILE}" --master_port "${MASTER_PORT}")
+        read -r -a MORE <<<"${DEEPSPEED_ARGS}"
+        LAUNCH=(deepspeed --hostfile "${HOSTFILE}" --master_port "${MASTER_PORT}" "${MORE[@]}")
     fi
     if [[ "${LAUNCHER}" == deepspeed-elastic ]]; then
         : "${LOG_DIR:=${OUTPUT}/logs}"
@@ -51,7 +65,7 @@ deepspeed | deepspeed-elastic)
     fi
     ;;
 *)
-    echo "LAUNCHER is '${LAUNCHER}'; it must be deepspeed, deepspeed-elastic or lazarus" >&2
+    echo "LAUNCHER is '${LAUNCHER}'; it must be deepspeed, deepspeed-elastic, lazarus or join" >&2
     exit 2
     ;;
 esac
@@ -89,14 +103,21 @@ fi
 # DATA_PATH may hold several words: WEIGHT PREFIX WEIGHT PREFIX …
 read -r -a DATA_WORDS <<<"${DATA_PATH}"
 mkdir -p "${OUTPUT}"
-"${LAUNCH[@]}" scripts/pretrain_gpt.py "${OPTIONS[@]}" --data-path "${DATA_WORDS[@]}" "$@" 2>&1 |
-    tee -a "${OUTPUT}/pretrain_gpt_${NAME}.log"
+if [[ "${LAUNCHER}" == join ]]; then
+    # In this process: signals are for it, and its exit status tells what has become of the node.
+    exec "${LAUNCH[@]}" "${TRAIN_SCRIPT}" "${OPTIONS[@]}" --data-path "${DATA_WORDS[@]}" "$@"
+fi
+"${LAUNCH[@]}" "${TRAIN_SCRIPT}" "${OPTIONS[@]}" --data-path "${DATA_WORDS[@]}" "$@" 2>&1 |
+    tee -a "${OUTPUT}/pretrain_gpt_${NAME}.log" || STATUS=$?
 
-# The deepspeed command also ends with status 0 when its launcher was killed, or while other hosts still train.
+# The deepspeed command also ends with status 0 when its launcher was killed, or while other hosts still train, and with
+# another one when a host was lost that the others did without.
 if [[ -n "${RESULT}" ]]; then
     if [[ ! -f "${RESULT}" ]]; then
         echo "the job has no result: ${RESULT} is missing" >&2
         exit 1
     fi
-    lazarus status --log-dir "${LOG_DIR}"
+    STATUS=0
+    lazarus status --log-dir "${LOG_DIR}" || STATUS=$?
 fi
+exit "${STATUS}"

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_lazarus.elastic import spot
 from megatron_lazarus.elastic.election import Charter
 from megatron_lazarus.elastic.journal import ENDED_WELL, RESULT_FILE, write_json
 from megatron_lazarus.elastic.messages import Channel, Message, split_address
@@ -49,6 +50,9 @@ class RefusedHere(ConnectionError):
 class Agent:
     """One node. ``command`` is what every worker runs; ``log_dir`` gets a file per worker, else they share ours."""
 
+    stays = True
+    """Whether the host goes on serving the coordinator when the node has failed; else others do, if there are any."""
+
     def __init__(
         self,
         node: str,
@@ -70,9 +74,8 @@ class Agent:
         self._contact = time.monotonic()
         self._received_at, self._beats = 0.0, 0
         self._coordinator_closed = self._coordinator_dead = False
-        self._member_of = 0
+        self._member_of, self._killed = 0, ""
         self._drain_until: float | None = None
-        self._killed = ""
         self._over = asyncio.Event()
         self._result: Message | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,9 +83,8 @@ class Agent:
     async def run(self) -> int:
         """Run the node's workers until they end; 0 if they all ended well, else 1. Raises OSError, ConnectionError."""
         await self._connect()
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            loop.add_signal_handler(number, self._drain)
+            asyncio.get_running_loop().add_signal_handler(number, self._drain)
         try:
             await self.succession.serve()
             for local_rank in range(self.local_size):
@@ -110,15 +112,16 @@ class Agent:
 
     async def _host_on(self) -> None:
         """A coordinator on this host outlives the node's workers, unless the host is to be given back."""
-        coordinator, charter = self.succession.coordinator, self.succession.ballot.charter
+        coordinator = self.succession.coordinator
         if coordinator is None or coordinator.returncode is not None:
             return
-        others = charter is not None and charter.voters and not charter.lists(self._incarnation)
-        if self._drain_until is not None and others:
-            logger.warning("node %s: gives up the coordinator: others elect one", self.node)
-            coordinator.kill()
         ended = asyncio.ensure_future(coordinator.wait())
         while not (await asyncio.wait([ended], timeout=_POLL_S))[0]:
+            charter = self.succession.ballot.charter
+            others = charter is not None and charter.voters and not charter.lists(self._incarnation)
+            if others and (self._drain_until is not None or not self.stays):
+                logger.warning("node %s: gives up the coordinator: others elect one", self.node)
+                coordinator.kill()
             if self._result is not None and self._channel is not None:
                 # It waits until all agents are gone.
                 self._channel.close()
@@ -368,22 +371,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT[,HOST:PORT…]")
     parser.add_argument("--nproc-per-node", type=int, default=1, metavar="K")
     parser.add_argument("--log-dir", type=Path)
+    spot.add_arguments(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what every worker runs")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s agent: %(message)s")
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     coordinators = [split_address(address) for address in arguments.coordinator.split(",")]
+    spot.watch(arguments)
 
     async def run() -> int:
-        agent = Agent(
-            arguments.node,
-            coordinators,
-            os.environ["LAZARUS_TOKEN"],
-            arguments.nproc_per_node,
-            command,
-            arguments.log_dir,
-        )
-        return await agent.run()
+        token, size = os.environ["LAZARUS_TOKEN"], arguments.nproc_per_node
+        return await Agent(arguments.node, coordinators, token, size, command, arguments.log_dir).run()
 
     try:
         return asyncio.run(run())

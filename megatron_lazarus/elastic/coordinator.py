@@ -27,6 +27,7 @@ from megatron_lazarus.elastic.messages import MAX_LINE, Channel, Message, Protoc
 from megatron_lazarus.elastic.roster import Node, Worker
 from megatron_lazarus.elastic.ruling import Ruling
 from megatron_lazarus.elastic.settings import (
+    BEAT_S,
     EXIT_DEPOSED,
     HANDSHAKE_TIMEOUT_S,
     RESOLVER_OPTIONS,
@@ -43,12 +44,23 @@ class Refused(Exception):
 
 
 class Coordinator:
-    """Serves one job on ``listener`` until it has a result, or until another coordinator may have been elected."""
+    """Serves one job on ``listener`` until it has a result, or until another coordinator may have been elected.
+
+    ``hosted``: an agent has started it.
+    """
 
     def __init__(
-        self, config: ElasticConfig, listener: socket.socket, token: str, ruling: Ruling, log_dir: Path | None = None
+        self,
+        config: ElasticConfig,
+        listener: socket.socket,
+        token: str,
+        ruling: Ruling,
+        log_dir: Path | None = None,
+        *,
+        hosted: bool = False,
     ) -> None:
         self._listener, self._token, self._ruling, self._log_dir = listener, token, ruling, log_dir
+        self._hosted = hosted
         self._host, port = listener.getsockname()[:2]
         self._address = f"{self._host}:{port}"
         self._journal = Journal(log_dir, fresh=ruling.charter is None)
@@ -61,12 +73,11 @@ class Coordinator:
     async def serve(self) -> int:
         """Run the job; returns 0 if it completed or was drained, EXIT_DEPOSED if it may go on under another, else 1."""
         server = await asyncio.start_server(self._connected, sock=self._listener, limit=MAX_LINE)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, f"stopped by {signal.Signals(number).name}")
+        self._handle_signals()
         self.job.event("listening", address=self._address, pid=os.getpid(), term=self._ruling.reign.term)
         lease = asyncio.ensure_future(self._ruling.keep_lease())
         rule = asyncio.ensure_future(self._rule())
+        beat = asyncio.ensure_future(self._beat())
         try:
             while not self._ruling.stopped and not rule.done():
                 await asyncio.wait([rule], timeout=self.job.config.heartbeat_interval_s)
@@ -79,13 +90,26 @@ class Coordinator:
         finally:
             server.close()
             self._stores.close()
-            for task in (left := [rule, lease, *self._tasks]):
+            for task in (left := [rule, lease, beat, *self._tasks]):
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             self._remove_job_file()
             self._journal.close()
         assert self.job.result is not None
         return 0 if self.job.result["status"] in ENDED_WELL else 1
+
+    def _handle_signals(self) -> None:
+        """Who has started this process ends the job with one; an agent's coordinator lives as long as the agent wants.
+
+        Batch systems signal all processes of a node that is to go.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            name = signal.Signals(number).name
+            if self._hosted:
+                loop.add_signal_handler(number, logger.info, "%s is for the agent of this node", name)
+            elif number != signal.SIGUSR1:
+                loop.add_signal_handler(number, self._stop, f"stopped by {name}")
 
     def _stop(self, why: str) -> None:
         if self._ruling.holds:
@@ -123,6 +147,17 @@ class Coordinator:
             # Whoever can read the token can command the job.
             contents = {"coordinator": self._address, "token": self._token}
             write_json(self._log_dir / JOB_FILE, contents, mode=0o600)
+
+    async def _beat(self) -> None:
+        """Show those who only see the folder that this coordinator rules."""
+        while self._log_dir is not None:
+            await asyncio.sleep(BEAT_S)
+            await self._ruling.wait()
+            try:
+                # Storage that hangs must not stop the coordinator.
+                await asyncio.to_thread(os.utime, self._log_dir / JOB_FILE)
+            except OSError as error:
+                logger.warning("the folder of the job: %s", error)
 
     def _remove_job_file(self) -> None:
         """Unless it is a successor's."""
@@ -335,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in RESOLVER_OPTIONS.items():
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s coordinator: %(message)s")
-    if arguments.listen_fd is not None:
+    if hosted := arguments.listen_fd is not None:
         listener = socket.socket(fileno=arguments.listen_fd)
     else:
         listener = socket.create_server(split_address(arguments.listen))
@@ -344,7 +379,7 @@ def main(argv: list[str] | None = None) -> int:
     seed = Charter.from_json(given["charter"]) if given else None
     token = os.environ["LAZARUS_TOKEN"]
     ruling = Ruling(config, token, given.get("term", 1), seed, given.get("dead", ()), given.get("lease_until"))
-    coordinator = Coordinator(config, listener, token, ruling, arguments.log_dir)
+    coordinator = Coordinator(config, listener, token, ruling, arguments.log_dir, hosted=hosted)
     with contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(coordinator.serve())
     return 1

@@ -48,9 +48,17 @@ class Journal:
             self._file.close()
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None if there is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
 def write_json(path: Path, value: dict[str, Any], mode: int = 0o644) -> None:
     """Replace a file atomically."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)

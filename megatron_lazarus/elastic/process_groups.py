@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -31,8 +29,6 @@ ABORT_LIMIT_S = 10.0
 """How long NCCL may take to abort its communicators before the process gives up."""
 
 REACH_INTERVAL_S = 0.1
-
-_SIOCGIFADDR = 0x8915
 
 
 class BuildFailed(RuntimeError):
@@ -253,25 +249,3 @@ def is_collective_error(error: BaseException) -> bool:
     text = str(error)
     signs = ("gloo", "NCCL", "ProcessGroup", "Connection closed", "Connection reset", "Timed out waiting")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
-
-
-def interface_of(address: str) -> str | None:
-    """Name of the network interface with this IPv4 address; None if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                raw = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                # An interface without an address.
-                continue
-            if socket.inet_ntoa(raw[20:24]) == address:
-                return name
-    return None
-
-
-def use_interface(name: str | None, local_address: str) -> None:
-    """Have gloo and NCCL use an interface, by default that of ``local_address``, unless the user has chosen one."""
-    name = name or interface_of(local_address)
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_lazarus.elastic import agent
-from megatron_lazarus.elastic.journal import ENDED_WELL, JOB_FILE, RESULT_FILE, write_json
+from megatron_lazarus.elastic import agent, spot
+from megatron_lazarus.elastic.journal import ENDED_WELL, JOB_FILE, RESULT_FILE, read_json, write_json
 from megatron_lazarus.elastic.messages import BlockingChannel, Message, split_address
 from megatron_lazarus.elastic.place import divided_devices
 from megatron_lazarus.elastic.processes import die_with
@@ -45,28 +45,32 @@ def add_parser(subparsers: Any) -> None:
     run.add_argument("--node", metavar="NAME", help="this node's name, or the first part of several nodes' names")
     run.add_argument("--config", type=Path, help='DeepSpeed JSON whose "lazarus.elastic" section holds for the job')
     run.add_argument("--module", action="store_true", help="the script is a module's name")
-    _log_dir(run)
+    spot.add_arguments(run)
+    add_log_dir(run)
     run.add_argument("script")
     run.add_argument("arguments", nargs=argparse.REMAINDER)
-    run.set_defaults(run=_reporting(run_job))
+    run.set_defaults(run=reporting(run_job))
     status = subparsers.add_parser("status", help="show a job's nodes")
-    _log_dir(status)
-    status.set_defaults(run=_reporting(show_status))
+    add_log_dir(status)
+    status.set_defaults(run=reporting(show_status))
     drain = subparsers.add_parser("drain", help="have a node hand over what only it holds, and leave")
     drain.add_argument("node")
-    _log_dir(drain)
-    drain.set_defaults(run=_reporting(drain_node))
+    add_log_dir(drain)
+    drain.set_defaults(run=reporting(drain_node))
     add = subparsers.add_parser("add-node", help="join a running job with one more node on this machine")
     add.add_argument("--node", metavar="NAME", help="name of the node; default: the first free nodeN")
-    _log_dir(add)
-    add.set_defaults(run=_reporting(add_node))
+    add_log_dir(add)
+    add.set_defaults(run=reporting(add_node))
 
 
-def _log_dir(parser: argparse.ArgumentParser) -> None:
+def add_log_dir(parser: argparse.ArgumentParser) -> None:
+    """Every command finds the job by its folder."""
     parser.add_argument("--log-dir", type=Path, default=Path("lazarus-logs"), help="the job's folder (%(default)s)")
 
 
-def _reporting(command: Any) -> Any:
+def reporting(command: Any) -> Any:
+    """The command, with what the user can do something about told in a line."""
+
     def run(arguments: argparse.Namespace) -> int:
         try:
             return int(command(arguments))
@@ -83,7 +87,10 @@ def _reporting(command: Any) -> Any:
 def run_job(arguments: argparse.Namespace) -> int:
     """Run a job's processes of this machine until they end; 0 only if the job completed, or all nodes have left it."""
     log_dir = arguments.log_dir.resolve()
-    config = _elastic_config(arguments.nnodes, arguments.config)
+    least, _, most = arguments.nnodes.partition(":")
+    if not least.isdigit() or (most and not most.isdigit()):
+        raise CommandError(f"--nnodes is {arguments.nnodes!r}; it must be MIN or MIN:MAX")
+    config = elastic_config(arguments.config, min_nodes=int(least), max_nodes=int(most or least))
     if arguments.nproc_per_node < 1 or arguments.local_nodes < 1:
         raise CommandError("--nproc-per-node and --local-nodes must be at least 1")
     host, port = split_address(arguments.coordinator) if arguments.coordinator else ("127.0.0.1", _free_port())
@@ -103,7 +110,7 @@ def run_job(arguments: argparse.Namespace) -> int:
     agents = []
     for name, own in zip(_node_names(arguments.node, arguments.local_nodes), devices, strict=True):
         options = ["--node", name, "--coordinator", f"{host}:{port}", "--log-dir", str(log_dir)]
-        options += ["--nproc-per-node", str(arguments.nproc_per_node)]
+        options += ["--nproc-per-node", str(arguments.nproc_per_node), *spot.options(arguments)]
         agents.append(start(f"agent-{name}", [_AGENT, *options, "--", *command], environment={**environment, **own}))
     print(f"lazarus run: {len(agents)} nodes here, coordinator at {host}:{port}, logs in {log_dir}", flush=True)
     return _wait(coordinator, agents, log_dir)
@@ -182,14 +189,12 @@ def start_service(name: str, arguments: Sequence[str], *, environment: dict[str,
         )
 
 
-def _elastic_config(nnodes: str, path: Path | None) -> ElasticConfig:
-    least, _, most = nnodes.partition(":")
-    if not least.isdigit() or (most and not most.isdigit()):
-        raise CommandError(f"--nnodes is {nnodes!r}; it must be MIN or MIN:MAX")
+def elastic_config(path: Path | None, **given: Any) -> ElasticConfig:
+    """The job's section of a DeepSpeed JSON, with some other values. Raises CommandError, ValueError or OSError."""
     section: dict[str, Any] = {}
     if path is not None:
         section = json.loads(path.read_text(encoding="utf-8")).get("lazarus", {}).get("elastic", {})
-    section.update(min_nodes=int(least), max_nodes=int(most or least))
+    section.update(given)
     try:
         return ElasticConfig(**section)
     except TypeError as error:
@@ -282,14 +287,6 @@ def _ask(log_dir: Path, request: Message) -> Message:
     if answer is None:
         raise CommandError(f"the coordinator at {job['coordinator']} does not answer")
     return answer
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None if there is none."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
 
 
 def describe_result(result: dict[str, Any]) -> str:

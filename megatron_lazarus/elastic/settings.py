@@ -17,6 +17,9 @@ ENDING_GRACE_S = 5.0
 SHUTDOWN_LIMIT_S = 30.0
 """How long workers may take to exit once the job has its result."""
 
+BEAT_S = 2.0
+"""How often a coordinator shows in the job's folder that it is there."""
+
 QUARANTINE_FAILURES = 3
 QUARANTINE_WINDOW_S = 1800.0
 """A node that fails this often within the window is not admitted again before the window has passed."""
@@ -36,6 +39,9 @@ EXIT_MEANINGS = {
     EXIT_STUCK: "nothing freed it from a broken process group",
 }
 """Why a worker ends itself."""
+
+EXIT_LEFT = 79
+"""Of ``lazarus join`` when its node was drained: the run is not complete, but this node's part in it has ended well."""
 
 EXIT_DEPOSED = 78
 """Of a coordinator that must not rule any more; the job may go on under another one."""

@@ -58,7 +58,7 @@ class Succession:
         self.is_over = False
         self._announced: Ruler | None = None
         self._avoided: Ruler | None = None
-        self._hosted: Ruler | None = None
+        self._hosted: str | None = None
         self._patient_until = 0.0
         self._dead: set[str] = set()
         self._lease: SharedLease | None = None
@@ -136,7 +136,7 @@ class Succession:
             return False
         self.followed = (term, address)
         self._lease, self._patient_until = None, 0.0
-        if self.coordinator is not None and self._hosted != self.followed and self.coordinator.returncode is None:
+        if self.coordinator is not None and self._hosted != address and self.coordinator.returncode is None:
             # Its term is over.
             self.coordinator.kill()
         return True
@@ -276,21 +276,29 @@ class Succession:
             return None
         return await self._start(config, newest + 1, self._lease.valid_until)
 
+    async def found(self, config: ElasticConfig, listener: socket.socket) -> None:
+        """Start the job's first coordinator here; its term is the first, unless it finds a lease of an earlier one."""
+        await self._serve_at(listener, config, [])
+
+    async def _serve_at(self, listener: socket.socket, config: ElasticConfig, options: Sequence[str]) -> str:
+        """Returns the address."""
+        host, port = listener.getsockname()[:2]
+        given = ["--listen-fd", str(listener.fileno()), "--settings", json.dumps(config.to_json()), *options]
+        given += [] if self._log_dir is None else ["--log-dir", str(self._log_dir)]
+        try:
+            self.coordinator = await self.spawn(given, listener.fileno())
+        finally:
+            listener.close()
+        self._hosted = f"{host}:{port}"
+        return self._hosted
+
     async def _start(self, config: ElasticConfig, term: int, lease_until: float | None) -> Ruler:
         """Start the coordinator of that term here, and tell the others."""
         charter = self.ballot.charter
         assert charter is not None
-        listener = self._socket_for_coordinator()
-        host, port = listener.getsockname()[:2]
         given = {"term": term, "charter": charter.to_json(), "dead": sorted(self._dead), "lease_until": lease_until}
-        options = ["--listen-fd", str(listener.fileno()), "--settings", json.dumps(config.to_json())]
-        options += ["--succession", json.dumps(given)]
-        options += [] if self._log_dir is None else ["--log-dir", str(self._log_dir)]
-        try:
-            self.coordinator = await self.spawn(options, listener.fileno())
-        finally:
-            listener.close()
-        self._hosted = ruler = (term, f"{host}:{port}")
+        address = await self._serve_at(self._socket_for_coordinator(), config, ["--succession", json.dumps(given)])
+        ruler = (term, address)
         logger.warning("node %s: hosts the coordinator of term %d at %s", self.node, *ruler)
         for voter in charter.everybody.values():
             if voter.incarnation != self.ballot.incarnation:

@@ -286,6 +286,7 @@ def _node(arguments: list[str]) -> int:
     from megatron_lazarus.elastic.agent import Agent
     from megatron_lazarus.elastic.messages import split_address
     from megatron_lazarus.elastic.processes import die_with
+    from megatron_lazarus.elastic.spot import SpotWatch
 
     parser = argparse.ArgumentParser()
     for name in ("--node", "--coordinator", "--nproc-per-node", "--log-dir", "--options"):
@@ -320,6 +321,9 @@ def _node(arguments: list[str]) -> int:
     async def run() -> int:
         return int(await agent.run())
 
+    if cloud := os.environ.get("CHAOS_SPOT"):
+        # Not earlier: a thread would not be in the forks.
+        SpotWatch(cloud, os.environ["CHAOS_SPOT_URL"]).start()
     agent._start = start
     agent.succession.spawn = waiting.spawn
     logging.basicConfig(level=logging.INFO, format="%(asctime)s agent: %(message)s", force=True)

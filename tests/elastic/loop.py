@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_lazarus.elastic.interfaces import use_interface
 from megatron_lazarus.elastic.membership import Generation, GenerationBroken, Membership
-from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error, use_interface
+from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error
 
 LIMIT_S = 90.0
 MODULUS = 1_000_003

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from megatron_lazarus.elastic.interfaces import interface_of
 from megatron_lazarus.elastic.membership import Generation
-from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, interface_of, is_collective_error
+from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, is_collective_error
 from megatron_lazarus.elastic.settings import RESOLVER_OPTIONS
 from megatron_lazarus.elastic.stores import host_store
 
