@@ -21,6 +21,7 @@ from megatron_lazarus.checkpoint.attempt import Attempt, PlannedFile, Publicatio
 from megatron_lazarus.checkpoint.files import (
     CheckpointError,
     fsync_path,
+    leave_empty,
     reserve,
     write_atomically,
     write_reserved,
@@ -75,7 +76,7 @@ class BackgroundWriter:
 
     def withdraw(self, save: Save) -> None:
         """Delete what this rank has written of a save that failed on another one."""
-        self._queue.put(lambda: self._discard(save))
+        self._queue.put(lambda: self._discard(save, with_report=True))
 
     def cancel(self, reason: str) -> None:
         """From now on no save in hand is published; one that just is being published may still be."""
@@ -154,29 +155,48 @@ class BackgroundWriter:
             logger.warning("checkpoint %s is complete, in spite of: %s", attempt.directory, reason)
             save.decide(True)
             return
-        if not isinstance(error, Cancelled):
-            logger.error("checkpoint %s (generation %d) failed: %s", attempt.directory, attempt.generation, reason)
+        given_up = isinstance(error, Cancelled) or (save.publication is None and not os.path.isdir(attempt.directory))
+        logger.log(
+            logging.INFO if given_up else logging.ERROR,
+            "checkpoint %s (generation %d) failed: %s",
+            attempt.directory,
+            attempt.generation,
+            reason,
+        )
         self._discard(save)
-        if save.publication is None:
-            with contextlib.suppress(OSError):
-                write_reserved(attempt.report_file(save.rank), json.dumps({"error": reason}).encode())
         save.decide(False, reason)
+        if save.publication is None and not given_up:
+            self._report_failure(save, reason)
 
-    def _discard(self, save: Save) -> None:
+    def _report_failure(self, save: Save, reason: str) -> None:
+        """Rank 0 waits for a word: without room for one it gets an empty report, as soon as there is room for that."""
+        attempt = save.attempt
+        path, text = attempt.report_file(save.rank), json.dumps({"error": reason}).encode()
+        deadline = time.monotonic() + self.limit_s
+        while not save.cancelled.is_set() and os.path.isdir(attempt.directory) and time.monotonic() < deadline:
+            for report in (lambda: write_reserved(path, text), lambda: leave_empty(path)):
+                with contextlib.suppress(OSError):
+                    report()
+                    return
+            time.sleep(_POLL_S)
+
+    def _discard(self, save: Save, with_report: bool = False) -> None:
         """Free the space of a save that failed: on rank 0 all of it, elsewhere this rank's files."""
         attempt = save.attempt
         try:
             if is_published(attempt):
                 return
             if save.publication is not None:
-                discard(attempt.directory, attempt.suffix, attempt.token)
+                discard(attempt.directory, attempt.suffix, attempt.token, self.preparing)
                 return
-            for file in save.files:
+            mine = [os.path.join(attempt.directory, file.name) for file in save.files]
+            if with_report:
+                mine += [attempt.report_file(save.rank), f"{attempt.report_file(save.rank)}.tmp"]
+            for path in mine:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(attempt.directory, file.name))
+                    os.unlink(path)
         except OSError as error:
-            # Another rank may be writing there still; when all know of the failure, each withdraws what it wrote.
-            logger.info("%s cannot be deleted yet: %s", attempt.directory, error)
+            logger.warning("%s cannot be deleted: %s", attempt.directory, error)
 
     def write_files(self, save: Save) -> dict[str, list[dict[str, object]]]:
         """Write this rank's files and its report, which is returned."""
@@ -288,7 +308,10 @@ class BackgroundWriter:
                     raise CheckpointError(f"{save.attempt.directory} has been removed")
                 time.sleep(_POLL_S)
             with open(path, encoding="utf-8") as file:
-                report = json.load(file)
+                text = file.read()
+            if not text:
+                raise CheckpointError(f"rank {rank}: No space left on device, not even to say what failed")
+            report = json.loads(text)
             if "error" in report:
                 raise CheckpointError(report["error"])
             reports.append(report)

@@ -174,7 +174,7 @@ class ExpertCheckpoint:
             self.writer.active.discard(attempt.token)
             if self._experts.rank == 0:
                 with contextlib.suppress(OSError):
-                    discard(attempt.directory, attempt.suffix, attempt.token)
+                    discard(attempt.directory, attempt.suffix, attempt.token, self.writer.preparing)
             raise
         finally:
             self.is_saving = False

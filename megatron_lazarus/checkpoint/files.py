@@ -72,6 +72,13 @@ def write_reserved(path: str, data: bytes) -> None:
     os.replace(temporary, path)
 
 
+def leave_empty(path: str) -> None:
+    """Make ``path`` an empty file: where ``reserve`` got as far as a name, that takes nothing more of the disk."""
+    with open(f"{path}.tmp", "wb"):
+        pass
+    os.replace(f"{path}.tmp", path)
+
+
 def fsync_path(path: str) -> None:
     """Flush a file or directory to storage."""
     descriptor = os.open(path or ".", os.O_RDONLY)

@@ -93,15 +93,21 @@ def prune(
     return retired
 
 
-def discard(directory: str, suffix: str, token: str) -> None:
+def discard(directory: str, suffix: str, token: str, preparing: AbstractContextManager[Any]) -> None:
     """Delete what an attempt that failed has left: everything, or in a tag of others the files with its ``suffix``.
 
-    Nothing is deleted where the directory is another attempt's by now. Raises OSError.
+    Nothing is deleted where the directory is another attempt's by now; ``preparing``: see ``prune``. Raises OSError.
     """
     if suffix:
         _delete(directory, lambda path: suffix in os.path.basename(path))
-    elif marked_for(directory) == token and not os.path.isfile(os.path.join(directory, NAME)):
-        shutil.rmtree(directory)
+        return
+    failed = f"{directory}.{token}.failed"
+    with preparing:
+        if marked_for(directory) != token or os.path.isfile(os.path.join(directory, NAME)):
+            return
+        # Ranks that still write must not find the folder: a file they add while it is deleted would stay for ever.
+        os.rename(directory, failed)
+    _delete(failed, lambda path: True)
 
 
 def marked_for(directory: str) -> str | None:
@@ -119,7 +125,8 @@ def _delete(directory: str, unneeded: Callable[[str], bool]) -> None:
     for folder, _, names in os.walk(directory, topdown=False):
         for path in (os.path.join(folder, name) for name in names):
             if path not in marks and unneeded(path):
-                os.unlink(path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
     left = [path for folder, _, names in os.walk(directory) for path in (os.path.join(folder, n) for n in names)]
     if set(left) <= marks:
         shutil.rmtree(directory)

@@ -92,6 +92,71 @@ def test_disk_full(tmp_path: Path, room: int) -> None:
         check_content(folder, chosen[1])
 
 
+def test_no_room_even_to_say_what_failed(tmp_path: Path) -> None:
+    """Rank 0 hears of it all the same, instead of waiting for a report that cannot be written."""
+    disk, written = tmp_path / "disk", threading.Event()
+    with small_disk(disk, 1 << 20):
+        ranks = Ranks(PARTIAL)
+        assert ranks.save(str(disk), 1)[0]
+        ranks.settle()
+
+        def begin(member: Any) -> Save | str:
+            member.train(2)
+            write = member.writer.write_files
+
+            def first(save: Save) -> Any:
+                report = write(save)
+                written.set()
+                return report
+
+            def full(save: Save) -> Any:
+                assert written.wait(LIMIT_S)
+                with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
+                    while ballast.write(b"x" * 512):
+                        pass
+                return write(save)
+
+            member.writer.write_files = full if member.rank else first
+            return member.begin(str(disk), "global_step2")
+
+        saves = ranks.call(begin)
+        assert saves[0].decided.wait(LIMIT_S)
+        assert not saves[0].published
+        assert "rank 1: No space left" in saves[0].reason
+        ranks.settle()
+        assert sorted(os.listdir(disk)) == ["ballast", "global_step1", "latest", OWNER]
+        ranks.close()
+
+
+def test_failed_save_is_deleted_while_another_rank_writes(tmp_path: Path) -> None:
+    ranks = Ranks(PARTIAL)
+    assert ranks.save(str(tmp_path), 1)[0]
+    writes = threading.Event()
+
+    def begin(member: Any) -> Save | str:
+        member.train(2)
+
+        def fails(save: Save) -> Any:
+            assert writes.wait(LIMIT_S)
+            raise RuntimeError("broken")
+
+        def goes_on(save: Save) -> Any:
+            for number in range(1_000_000):
+                (tmp_path / "global_step2" / "experts" / f"{number}").write_bytes(b"x")
+                (tmp_path / "global_step2" / f"{number}").write_bytes(b"x")
+                if number == 100:
+                    writes.set()
+
+        member.writer.write_files = goes_on if member.rank else fails
+        return member.begin(str(tmp_path), "global_step2")
+
+    saves = ranks.call(begin)
+    assert all(save.finished.wait(LIMIT_S) for save in saves)
+    assert "RuntimeError: broken" in saves[0].reason
+    assert sorted(os.listdir(tmp_path)) == ["global_step1", "latest", OWNER]
+    ranks.close()
+
+
 def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
