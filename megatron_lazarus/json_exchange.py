@@ -8,18 +8,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_FIRST = 1024
+"""Bytes of every rank's message that travel at once with its length; what is longer takes a second round."""
+
+_LENGTH = 8
+
 
 def gather_json(value: Any) -> list[Any]:
     """Every rank's ``value``, by rank."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device())
-    world = dist.get_world_size()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=data.device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([data.numel()], device=data.device))
-    padded = data.new_zeros(max(int(size) for size in sizes))
-    padded[: data.numel()] = data
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded)
-    return [json.loads(part[: int(size)].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+    message = json.dumps(value).encode()
+    start, rest = message[: _FIRST - _LENGTH], message[_FIRST - _LENGTH :]
+    heads = _all_gather(len(message).to_bytes(_LENGTH, "little") + start, _FIRST)
+    lengths = [int.from_bytes(head[:_LENGTH], "little") for head in heads]
+    longest = max(lengths) - (_FIRST - _LENGTH)
+    rests = _all_gather(rest, longest) if longest > 0 else [b""] * len(heads)
+    return [
+        json.loads((head[_LENGTH:] + more)[:length]) for head, more, length in zip(heads, rests, lengths, strict=True)
+    ]
+
+
+def _all_gather(data: bytes, size: int) -> list[bytes]:
+    """Every rank's ``data``, which is at most ``size`` bytes, filled up to that."""
+    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(_device())
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def broadcast_json(value: Any, source: int) -> Any:

@@ -6,7 +6,6 @@ nothing else; files are written, and the checkpoint is published, in the backgro
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -25,7 +24,6 @@ from megatron_lazarus.checkpoint.history import SaveHistory, Signal
 from megatron_lazarus.checkpoint.loading import Loader
 from megatron_lazarus.checkpoint.model import Experts
 from megatron_lazarus.checkpoint.restore import read_dense
-from megatron_lazarus.checkpoint.retention import discard
 from megatron_lazarus.checkpoint.safety import load, refuse_unsafe
 from megatron_lazarus.checkpoint.saving import Saver, Settings
 from megatron_lazarus.json_exchange import gather_json
@@ -160,6 +158,8 @@ class ExpertCheckpoint:
         self._taken, self.is_saving = [], True
         # DeepSpeed worked this out for the engine it made itself.
         self._engine.save_non_zero_checkpoint = True
+        # All ranks have agreed on the tag.
+        self._engine._config.checkpoint_tag_validation_enabled = False
         try:
             with self._experts.context.dense_only():
                 self._engine.save_checkpoint(
@@ -171,10 +171,8 @@ class ExpertCheckpoint:
                 )
             return self.saver.begin(attempt, self._taken.pop(), save_latest)
         except BaseException:
-            self.writer.active.discard(attempt.token)
             if self._experts.rank == 0:
-                with contextlib.suppress(OSError):
-                    discard(attempt.directory, attempt.suffix, attempt.token, self.writer.preparing)
+                self.saver.discard(attempt)
             raise
         finally:
             self.is_saving = False

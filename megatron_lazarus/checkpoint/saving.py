@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -22,7 +23,7 @@ from megatron_lazarus.checkpoint.manifest import NAME, Manifest
 from megatron_lazarus.checkpoint.memory import BufferPool, HostBuffer, Snapshot
 from megatron_lazarus.checkpoint.model import Experts, describe
 from megatron_lazarus.checkpoint.owner import Owner
-from megatron_lazarus.checkpoint.retention import RETIRED, mark_incomplete, marked_for
+from megatron_lazarus.checkpoint.retention import RETIRED, discard, mark_incomplete, marked_for
 from megatron_lazarus.checkpoint.safety import dump
 from megatron_lazarus.checkpoint.selection import Policy
 from megatron_lazarus.checkpoint.sharing import Unit, piece_limit, share
@@ -49,6 +50,17 @@ class Settings(Protocol):
     def dynamic_k(self) -> bool: ...
     @property
     def keep_last(self) -> int | None: ...
+
+
+def _asked(everyone: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """What of the ranks' words a decision depends on."""
+    return (
+        [rank for rank, one in enumerate(everyone) if not one["room"]],
+        any(one["again"] for one in everyone),
+        any(one["tried"] for one in everyone),
+        max(one["number"] for one in everyone),
+        {one["tag"] for one in everyone},
+    )
 
 
 class Saver:
@@ -87,16 +99,36 @@ class Saver:
             "tried": (save_dir, tag) in self._tried,
             "number": self._history.number,
             "job": self._history.job,
+            "tag": tag,
         }
-        everyone = self._gather(mine)
+        is_first = self._experts.rank == 0
+        # Training waits for every round. Rank 0 nearly always knows enough to decide before it has heard the others.
+        decision = self._decide(save_dir, tag, [mine]) if is_first else None
+        everyone = self._gather({**mine, "decision": decision})
+        known, decision = everyone[0], everyone[0]["decision"]
+        if _asked(everyone) != _asked(everyone[:1]):
+            if is_first:
+                self._withdraw(decision)
+                decision = self._decide(save_dir, tag, everyone)
+            decision = self._gather(decision)[0]
         self._history.number = 1 + max(one["number"] for one in everyone)
-        self._history.job = everyone[0]["job"]
-        decision = self._gather(self._decide(save_dir, tag, everyone) if self._experts.rank == 0 else None)[0]
+        self._history.job = known["job"]
         self._tried.add((save_dir, tag))
         if "refused" in decision:
             self.give_up()
             raise CheckpointError(decision["refused"])
         return Attempt(**decision)
+
+    def _withdraw(self, decision: Mapping[str, Any]) -> None:
+        """What was decided is not done: its folders go."""
+        if "refused" not in decision and not decision["complete"]:
+            self.discard(Attempt(**decision))
+
+    def discard(self, attempt: Attempt) -> None:
+        """On rank 0: nothing is going to be written of an attempt."""
+        self._writer.active.discard(attempt.token)
+        with contextlib.suppress(OSError):
+            discard(attempt.directory, attempt.suffix, attempt.token, self._writer.preparing)
 
     def give_up(self) -> None:
         """The save that was agreed on is not begun here: its memory is free again."""
@@ -108,10 +140,15 @@ class Saver:
         """The attempt as JSON, or {"refused": why}."""
         if late := [rank for rank, one in enumerate(everyone) if not one["room"]]:
             return {"refused": f"storage is too slow: the last saves of ranks {late} are still being written"}
+        if others := sorted({one["tag"] for one in everyone} - {tag}):
+            differ = f"the tag is {tag!r} on rank 0, {', '.join(map(repr, others))} on others"
+            if self._engine.checkpoint_tag_validation_fail():
+                return {"refused": differ}
+            logger.warning("%s: rank 0's is taken", differ)
         token = uuid.uuid4().hex[:12]
         try:
             os.makedirs(save_dir, exist_ok=True)
-            self._claim(save_dir)
+            self._claim(save_dir, everyone[0]["job"])
             complete = any(one["again"] for one in everyone) and self._is_complete(os.path.join(save_dir, tag))
             suffix = "" if complete else self._prepare(save_dir, tag, token, any(one["tried"] for one in everyone))
         except (OSError, CheckpointError) as error:
@@ -121,7 +158,7 @@ class Saver:
             self._settings.selection, k, [unsaved.tolist() for unsaved in self._history.ledger.unsaved()]
         )
         attempt = Attempt(
-            number=self._history.number,
+            number=1 + max(one["number"] for one in everyone),
             token=token,
             save_dir=save_dir,
             tag=tag,
@@ -135,14 +172,14 @@ class Saver:
         )
         return asdict(attempt)
 
-    def _claim(self, save_dir: str) -> None:
+    def _claim(self, save_dir: str, job: str) -> None:
         owner = self._writer.owner
         path = os.path.realpath(save_dir)
-        if owner is None or os.path.dirname(owner.path) != path or owner.job != self._history.job:
+        if owner is None or os.path.dirname(owner.path) != path or owner.job != job:
             if owner is not None:
                 owner.release()
             self._writer.owner = None
-            owner = Owner(path, self._history.job)
+            owner = Owner(path, job)
             owner.claim()
             self._writer.owner = owner
             return
