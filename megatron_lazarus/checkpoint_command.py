@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lazarus.checkpoint.files import CheckpointError, check_file
 from megatron_lazarus.checkpoint.ledger import Ledger
-from megatron_lazarus.checkpoint.manifest import Manifest, read_latest, tags
+from megatron_lazarus.checkpoint.manifest import Manifest, chosen_tag, read_latest, tags
 from megatron_lazarus.checkpoint.owner import Owner
 from megatron_lazarus.checkpoint.retention import complete_tags, prune, superseded
 
@@ -131,7 +131,7 @@ def _summary(directory: str, tag: str, latest: str | None) -> dict[str, Any]:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     directory = _existing(arguments.directory)
-    tag = _tag(directory, arguments.tag)
+    tag = chosen_tag(directory, arguments.tag)
     manifest = Manifest.read(os.path.join(directory, tag))
     summary = _summary(directory, tag, read_latest(directory))
     ages: dict[int, dict[int, int]] = {}
@@ -171,7 +171,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     directory = _existing(arguments.directory)
     if arguments.all and arguments.tag:
         raise ValueError("--all and --tag exclude each other")
-    chosen = tags(directory) if arguments.all else [_tag(directory, arguments.tag)]
+    chosen = tags(directory) if arguments.all else [chosen_tag(directory, arguments.tag)]
     if not chosen:
         raise CheckpointError(f"no checkpoint in {directory}")
     damaged = 0
@@ -212,7 +212,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     if arguments.keep < 1:
         raise ValueError(f"--keep is {arguments.keep}; it must be at least 1")
     directory = _existing(arguments.directory)
-    newest, manifests = _tag(directory, None), complete_tags(directory)
+    newest, manifests = chosen_tag(directory, None), complete_tags(directory)
     if newest not in manifests:
         raise CheckpointError(f"the latest checkpoint, {newest}, is not complete: nothing is deleted")
     if arguments.dry_run:
@@ -294,13 +294,6 @@ def _existing(directory: Path) -> str:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
     return str(directory)
-
-
-def _tag(directory: str, tag: str | None) -> str:
-    tag = tag or read_latest(directory)
-    if tag is None:
-        raise CheckpointError(f"{directory} has no file 'latest'; name a tag with --tag")
-    return tag
 
 
 @contextmanager

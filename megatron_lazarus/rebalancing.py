@@ -128,8 +128,9 @@ class Rebalancer:
         """Decide, and move experts if that pays. Every rank of the world calls it before the same step."""
         proposal: dict[str, Any] | None = None
         if self._experts.rank == 0:
-            look, plan = self._look()
-            self._tell(look, step)
+            shares = busiest_tokens(self._experts.plan, self._experts.loads, self._experts.quotas)
+            look, plan = self._look(shares)
+            self._tell(look, shares, step)
             proposal = {"plan": plan.to_json(), "hash": plan.digest()} if look.adopted else {"plan": None}
         proposal = broadcast_json(proposal, 0)
         self._settled_at = step
@@ -147,14 +148,15 @@ class Rebalancer:
         self._times.clear()
         self._seconds, self._tokens = 0.0, 0
 
-    def _look(self) -> tuple[Look, Plan]:
+    def _look(self, shares: npt.NDArray[np.float64]) -> tuple[Look, Plan]:
+        """``shares``: of the plan in force, see ``busiest_tokens``."""
         experts, config = self._experts, self._config
         assert self._interval is not None
         plan = map_plan(experts.plan, plan_for(experts.loads, config, experts.plan.rank_nodes))
         step_s = statistics.median(self._times) if self._times else 0.0
         bytes_per_s = self._bytes_per_s or UNMEASURED_BYTES_PER_S
         look = decide(
-            busiest_tokens(experts.plan, experts.loads, experts.quotas),
+            shares,
             busiest_tokens(plan, experts.loads, experts.quotas),
             seconds_per_token=(1 + BACKWARD_COST) * self._seconds / self._tokens if self._tokens else 0.0,
             move_s=experts.moved_bytes(plan) / bytes_per_s,
@@ -168,10 +170,9 @@ class Rebalancer:
         self._adopted = look if look.adopted else None
         return look, plan
 
-    def _tell(self, look: Look, step: int) -> None:
+    def _tell(self, look: Look, shares: npt.NDArray[np.float64], step: int) -> None:
         logger.info("experts %s: %s", "move" if look.adopted else "stay", look.why)
         self.report("rebalance", steps=step, **{name: _rounded(value) for name, value in asdict(look).items()})
-        shares = busiest_tokens(self._experts.plan, self._experts.loads, self._experts.quotas)
         for index, (load, (most, mean)) in enumerate(zip(self._experts.loads, shares.tolist(), strict=True)):
             balance = most / mean if mean else 1.0
             self.report(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron_lazarus.checkpoint.dense import SKELETON, pieces, shard_file, take_apart
 from megatron_lazarus.checkpoint.files import CheckpointError, fsync_path, write_atomically
-from megatron_lazarus.checkpoint.manifest import ExpertEntry, FileEntry, Manifest, read_latest
+from megatron_lazarus.checkpoint.manifest import ExpertEntry, FileEntry, Manifest, chosen_tag
 from megatron_lazarus.checkpoint.optimizer_state import USUAL_RULES, Rule
 from megatron_lazarus.checkpoint.restore import read_dense, read_record
 from megatron_lazarus.checkpoint.safety import dump, refuse_unsafe
@@ -38,7 +38,7 @@ def import_checkpoint(
     Optimizer state comes along where ZeRO stage 0 wrote it. Raises CheckpointError for what cannot be taken over;
     ``target`` then is as it was.
     """
-    tag = _tag(source, tag)
+    tag = chosen_tag(source, tag)
     stock = StockCheckpoint(os.path.join(source, tag), rules)
     dense = stock.dense_state()
     refuse_unsafe(dense, "checkpoint")
@@ -76,7 +76,7 @@ def export_checkpoint(
     ``ep_size``, ``world_size`` (default: the same) and ``split`` are those of the run that will load it: see
     ``StockExport``. Raises CheckpointError for what is damaged or cannot be represented; ``target`` then is as it was.
     """
-    tag = _tag(source, tag)
+    tag = chosen_tag(source, tag)
     manifest = Manifest.read(os.path.join(source, tag))
     export = StockExport(read_dense(source, manifest), manifest.model, ep_size, split, world_size, rules)
     with _new_tag(target, tag) as directory:
@@ -97,13 +97,6 @@ def _write_dense(directory: str, state: dict[str, object]) -> list[FileEntry]:
     data = dump(skeleton)
     write_atomically(os.path.join(directory, SKELETON), data)
     return [shard, FileEntry(SKELETON, len(data), hashlib.sha256(data).hexdigest())]
-
-
-def _tag(directory: str, tag: str | None) -> str:
-    tag = tag or read_latest(directory)
-    if tag is None:
-        raise CheckpointError(f"{directory} has no file 'latest'; name a tag")
-    return tag
 
 
 @contextmanager

@@ -151,6 +151,14 @@ def read_latest(directory: str) -> str | None:
         return None
 
 
+def chosen_tag(directory: str, tag: str | None) -> str:
+    """``tag``, or else the newest. Raises CheckpointError if there is none."""
+    tag = tag or read_latest(directory)
+    if tag is None:
+        raise CheckpointError(f"{directory} has no file 'latest'; name a tag")
+    return tag
+
+
 def tags(save_dir: str) -> list[str]:
     """The tags in ``save_dir`` that have a manifest, damaged or not, the newest step first.
 

@@ -1,6 +1,6 @@
 """Training while the router's favourite expert changes: stock DeepSpeed-MoE, and Lazarus with and without rebalancing.
 
-    python scripts/benchmarks/rebalance.py [--steps 40] [--plot out.png] [--json out.json]
+    python scripts/benchmarks/rebalance.py [--steps 100] [--plot out.png] [--json out.json]
 
 Two processes, one thread and one core each, gloo, float32: a model of two MoE layers. Every step is taken by each
 variant in turn, so that all meet the same disturbances. Routing is forced by the input: even at first, then 87 % of the
@@ -29,7 +29,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WORLD, HIDDEN, FFN, EXPERTS, TOKENS, SLOTS, INTERVAL = 2, 128, 512, 8, 4096, 5, 10
+WORLD, HIDDEN, FFN, EXPERTS, TOKENS, SLOTS, INTERVAL = 2, 128, 512, 8, 4096, 5, 5
 HOT_SHARE = 0.87
 # None: even routing. These experts have one replica each in the plan for even loads, like six of the eight.
 PHASES: list[int | None] = [None, 1, 4, 2]
@@ -173,7 +173,7 @@ def timed(step: Any, number: int, hot: int | None) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="steps of each phase")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each phase (%(default)s)")
     parser.add_argument("--plot", help="also draw tokens a second over time to this file")
     parser.add_argument("--json", help="also write all numbers to this file")
     arguments = parser.parse_args()

@@ -1,8 +1,12 @@
-"""``scripts/pretrain_gpt.py`` at a larger model's pace: ``PACE_S`` seconds a micro-batch, until ``HURRY`` exists."""
+"""``scripts/pretrain_gpt.py`` in float64, at a larger model's pace: ``PACE_S`` seconds a micro-batch.
+
+Until the file ``HURRY`` exists.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,4 +30,4 @@ def paced(original: Any) -> Any:
 if __name__ == "__main__":
     # The data is the one thing that a step cannot do without.
     setattr(MicroBatches, "micro_batch", paced(MicroBatches.micro_batch))  # noqa: B010  (mypy: a method)
-    raise SystemExit(main())
+    raise SystemExit(main([*sys.argv[1:], "--float64"]))
