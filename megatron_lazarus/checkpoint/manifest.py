@@ -155,7 +155,7 @@ def chosen_tag(directory: str, tag: str | None) -> str:
     """``tag``, or else the newest. Raises CheckpointError if there is none."""
     tag = tag or read_latest(directory)
     if tag is None:
-        raise CheckpointError(f"{directory} has no file 'latest'; name a tag")
+        raise CheckpointError(f"{directory} has no file 'latest'; name a tag with --tag")
     return tag
 
 
