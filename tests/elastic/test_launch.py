@@ -200,6 +200,49 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert nodes == [["node0", "node1"], ["node0"]]
 
 
+def coordinator(tag: str) -> psutil.Process:
+    return next(p for p in tagged(tag) if "megatron_lazarus.elastic.coordinator" in p.cmdline())
+
+
+@pytest.mark.extensive
+@pytest.mark.distributed
+def test_a_killed_coordinator_is_replaced(tmp_path: Path) -> None:
+    with deepspeed(tmp_path, *loop(tmp_path)) as run:
+        run.wait_for("working", 1)
+        coordinator(run.tag).kill()
+        run.wait_until(lambda: any(e["kind"] == "listening" and e.get("term") == 2 for e in run.events()))
+        run.worker("node2").kill()
+        run.wait_for("working", 2)
+        (tmp_path / "stop").touch()
+        assert run.wait() == 0, run.logs()
+    assert run.result["status"] == "completed"
+    assert run.result["value"]["world_size"] == 3
+
+
+@pytest.mark.extensive
+@pytest.mark.distributed
+def test_the_host_of_the_coordinator_dies(tmp_path: Path) -> None:
+    """All of the first host's processes, DeepSpeed's launcher among them; the other two are a majority."""
+    world = base64.urlsafe_b64encode(json.dumps({"a": [0], "b": [0], "c": [0]}).encode()).decode()
+    own = ["deepspeed.launcher.launch", f"--world_info={world}", "--master_addr=127.0.0.1", "--no_local_rank"]
+    own += [f"--master_port={free_port()}"]
+    script = module(tmp_path, "--module", "tests.elastic.loop", tmp_path)
+    with started(tmp_path, *([*own, f"--node_rank={rank}", *script] for rank in range(3))) as run:
+        run.wait_for("working", 1)
+        first = next(process for process in tagged(run.tag) if "--node_rank=0" in process.cmdline())
+        for process in [*first.children(recursive=True), coordinator(run.tag), first]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        run.wait_for("working", 2)
+        (tmp_path / "stop").touch()
+        run.wait_until(lambda: (tmp_path / "result.json").exists(), END_LIMIT_S)
+        run.nothing_is_left(END_LIMIT_S)
+    assert run.result["status"] == "completed"
+    assert run.result["value"]["world_size"] == 2
+    nodes = [event["nodes"] for event in run.events() if event["kind"] == "generation"]
+    assert nodes == [["node0", "node1", "node2"], ["node1", "node2"]]
+
+
 @pytest.mark.extensive
 @pytest.mark.distributed
 def test_an_engine_trains_on(tmp_path: Path) -> None:
