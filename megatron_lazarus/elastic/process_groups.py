@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from megatron_lazarus.elastic.building import gloo_groups_can_be_abandoned, make
 from megatron_lazarus.elastic.membership import Generation
 from megatron_lazarus.elastic.settings import BUILD_TIMEOUT_S, EXIT_STUCK
 from megatron_lazarus.elastic.sockets import GroupSockets
@@ -86,14 +87,19 @@ class ProcessGroups:
         # Names of groups are counted; a build that failed has counted on some ranks only.
         dist.distributed_c10d._world.group_count = 0
         self._reach(host, port)
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._short)
-        dist.init_process_group(
-            self.backend,
-            store=PrefixStore(f"generation{generation.number}", store),
-            rank=generation.rank,
-            world_size=generation.world_size,
-            timeout=self._short,
-        )
+        options: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": self._short}
+        store = make(TCPStore, self._is_broken, host, port, **options)
+        with gloo_groups_can_be_abandoned(self._is_broken):
+            dist.init_process_group(
+                self.backend,
+                store=PrefixStore(f"generation{generation.number}", store),
+                rank=generation.rank,
+                world_size=generation.world_size,
+                timeout=self._short,
+            )
+
+    def _is_broken(self) -> bool:
+        return self._works.broken
 
     def _reach(self, host: str, port: int) -> None:
         """Wait until the store answers. TCPStore itself would do so, but could not be told to stop waiting."""
