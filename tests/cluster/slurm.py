@@ -157,13 +157,18 @@ class Slurm:
 
     def power_off(self, node: str) -> None:
         """SIGKILL its slurmd, its slurmstepds and all that they have started."""
+        # A host's processes end at one instant. So none of them may see others end: neither an srun, nor the second
+        # process that every srun has to kill its step when it dies.
+        suspended: set[psutil.Process] = set()
+        while new := set(self.processes(node)) - suspended:
+            for process in sorted(new, key=lambda process: _name(process).startswith("slurm")):
+                with contextlib.suppress(psutil.Error):
+                    process.suspend()
+            suspended |= new
         while victims := self.processes(node):
-            # A host's processes end at one instant. So none of them, an srun least of all, must see others end first.
-            ordered = sorted(victims, key=lambda process: _name(process).startswith("slurm"))
-            for deed in (psutil.Process.suspend, psutil.Process.kill):
-                for process in ordered:
-                    with contextlib.suppress(psutil.Error):
-                        deed(process)
+            for process in sorted(victims, key=lambda process: process.pid, reverse=True):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
             time.sleep(0.05)
 
     def processes(self, node: str) -> list[psutil.Process]:
