@@ -27,8 +27,11 @@ from megatron_lazarus.planning.batches import micro_batches
 from megatron_lazarus.planning.plan import Plan
 from megatron_lazarus.rebalancing import Rebalancer
 from megatron_lazarus.recovery import Elastic
+from megatron_lazarus.reporting.memory_note import MemoryNote
 from megatron_lazarus.rng import seed_micro_batch
+from megatron_lazarus.script_loop import ScriptLoop
 from megatron_lazarus.step import StepProtocol, StepResult
+from megatron_lazarus.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +61,11 @@ class LazarusEngine:
         gradient_clipping: float,
         seed: int,
         elastic: Elastic | None = None,
+        data: TrainingData | None = None,
     ) -> None:
         self.deepspeed_engine = ds_engine
         self.experts, self.sizes, self.config, self.seed = experts, sizes, config, seed
-        self._micro_step = 0
-        self._loss_sum: Tensor | None = None
-        self._step_began: float | None = None
-        self._memory_logged = False
+        self._log_memory = MemoryNote()
         self.guard = LossGuard(config.guard)
         # Losses are divided by the number of micro-batches, whatever the number of ranks: reduction is a sum.
         ds_engine.gradient_average = False
@@ -79,9 +80,12 @@ class LazarusEngine:
         self._checkpoint = self.protocol.checkpoint = ExpertCheckpoint(ds_engine, experts, config.checkpoint)
         experts.before_change = self._checkpoint.before_update
         self._elastic = elastic
+        self.script_loop = ScriptLoop(self, data, elastic)
+        if data is not None:
+            ds_engine.training_dataloader = data
+            data.begins = ds_engine.tput_timer.start
         if elastic is not None:
             elastic.attach(self)
-        self._set_boundary()
 
     @property
     def rank(self) -> int:
@@ -118,15 +122,16 @@ class LazarusEngine:
         if self._elastic is None:
             if self.rebalancer.due(self.global_steps):
                 self.rebalancer.run(self.global_steps)
-            return self._train_step(micro_batch_fn)
+            result = self._train_step(micro_batch_fn)
+            self.after_step()
+            return result
         result = self._elastic.run(
             lambda: self._train_step(micro_batch_fn),
             lambda _: {"vote": self.protocol.vote_json()},
             lambda _: self.protocol.result(),
             between_steps=True,
         )
-        if self.global_steps % self.config.elastic.audit_interval == 0:
-            self._together(lambda: [str(finding) for finding in audit(self)])
+        self.after_step()
         return result
 
     def eval_batch(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
@@ -177,8 +182,6 @@ class LazarusEngine:
     def settle(self) -> None:
         """After a change of the world: nothing of an interrupted micro-batch remains."""
         self._context.ghost, self._context.phase = False, "forward"
-        self._micro_step, self._loss_sum = 0, None
-        self._set_boundary()
 
     def _train_step(self, micro_batch_fn: MicroBatchFn) -> StepResult:
         started = time.monotonic()
@@ -197,7 +200,7 @@ class LazarusEngine:
             self.deepspeed_engine.set_gradient_accumulation_boundary(index == rounds - 1)
             self._context.ghost = ghost
             loss, metrics = self._forward(arguments)
-            self._log_memory()
+            self._log_memory(self.experts)
             self._backward(loss * (0.0 if ghost else 1.0 / total))
             add_values(sums, {"loss": loss, **metrics}, ghost)
         self._context.ghost = False
@@ -234,57 +237,71 @@ class LazarusEngine:
         return self.forward(*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Forward of the module, as DeepSpeed's."""
-        if self._step_began is None:
-            self._step_began = time.monotonic()
-        return self.deepspeed_engine.forward(*inputs, **kwargs)
+        """Forward of the module, as DeepSpeed's.
+
+        In training mode with gradients it is part of a step. Else it is an evaluation, in which all ranks take part.
+        """
+        return self.script_loop.forward(inputs, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of one micro-batch of this rank's ``gradient_accumulation_steps``; returns the scaled loss.
 
-        Raises RuntimeError if the global batch cannot be shared out evenly, which only ``train_batch`` can do, and
-        under a coordinator, where only ``train_batch`` can repeat what a lost node has interrupted.
+        Under a coordinator the engine repeats it after a failure if ``loss`` is what ``forward`` returned, or a part
+        of that; else the step is dropped, unless it is within ``run_step``. Raises RuntimeError without a coordinator
+        if the script's own batches cannot be shared out evenly.
         """
-        if self._elastic is not None:
-            raise RuntimeError("under a coordinator steps must be engine.train_batch, which can repeat them")
-        if self.sizes.micro_batches % self.world_size:
-            raise RuntimeError(
-                f"{self.sizes.micro_batches} micro-batches of a global batch do not divide by {self.world_size} ranks; "
-                "a loop of your own needs that it does, engine.train_batch does not"
-            )
-        accumulation = self.deepspeed_engine.gradient_accumulation_steps()
-        scale = 1.0 / (self.world_size * (accumulation if scale_wrt_gas else 1))
-        self._context.loss_scale = scale
-        self._backward(loss * scale, retain_graph)
-        term = loss.detach().double()
-        self._loss_sum = term if self._loss_sum is None else self._loss_sum + term
-        return loss / accumulation if scale_wrt_gas else loss
+        return self.script_loop.backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a micro-step; at the accumulation boundary take the optimizer step, unless it must be skipped."""
-        self._micro_step += 1
-        if self._micro_step % self.deepspeed_engine.gradient_accumulation_steps():
-            self.deepspeed_engine.micro_steps += 1
-            self._set_boundary()
-            return
-        assert self._loss_sum is not None, "step() needs a backward() first"
-        self.protocol.finish(
-            {"loss": self._loss_sum},
-            self.world_size * self.deepspeed_engine.gradient_accumulation_steps(),
-            "the script's own batches",
-            lr_kwargs,
-        )
-        self._loss_sum = None
-        self._set_boundary()
-        if self._step_began is not None:
-            self.rebalancer.observe(time.monotonic() - self._step_began)
-        self._step_began = None
-        if self.rebalancer.due(self.global_steps):
-            self.rebalancer.run(self.global_steps)
+        self.script_loop.step(lr_kwargs)
 
-    def _set_boundary(self) -> None:
-        accumulation = self.deepspeed_engine.gradient_accumulation_steps()
-        self.deepspeed_engine.set_gradient_accumulation_boundary((self._micro_step + 1) % accumulation == 0)
+    def run_step(self, fn: Callable[[], Outcome]) -> Outcome:
+        """Do one step: ``fn()`` does its forwards and backwards, for each of ``gradient_accumulation_steps()``.
+
+        If nodes are lost meanwhile ``fn`` is called again, with the random numbers of the first time, so whatever else
+        it does must bear repetition: batches of its own it must not fetch, those of ``training_data`` it may. Returns
+        what its last call returned. Where ``training_data`` has more micro-batches for this step than ``fn`` has
+        done, the next ``run_step`` goes on with it.
+        """
+        return self.script_loop.run_step(fn)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients accumulated so far, of the dense part and of the experts."""
+        self.script_loop.clear_gradients()
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches that each rank does in the step in progress."""
+        return self.script_loop.accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch in progress is the last one of its step on this rank."""
+        return self.script_loop.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """As DeepSpeed's: the script decides from now on. Batches of ``training_data`` know it themselves."""
+        self.script_loop.set_boundary(is_boundary)
+
+    @property
+    def lost_samples(self) -> int:
+        """Samples of the script's own batches that nobody trains on, because nodes were lost or steps dropped."""
+        return self.script_loop.lost_samples
+
+    @property
+    def dropped_steps(self) -> int:
+        """Steps that a failure interrupted and that could not be repeated."""
+        return self.script_loop.dropped_steps
+
+    @property
+    def place(self) -> str:
+        """Rank, step and, under a coordinator, node and generation, for messages."""
+        at = f"rank {self.rank}, step {self.global_steps}"
+        return at if self._elastic is None else f"{at}, {self._elastic.membership.place}"
+
+    def after_step(self) -> None:
+        """What is due when a step is complete on all ranks."""
+        if self._elastic is not None and self.global_steps % self.config.elastic.audit_interval == 0:
+            self._together(lambda: [str(finding) for finding in audit(self)])
 
     # -- one micro-batch ----------------------------------------------------------------------------------------
 
@@ -304,22 +321,6 @@ class LazarusEngine:
             self.deepspeed_engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
         finally:
             self._context.phase = "forward"
-
-    def _log_memory(self) -> None:
-        """Once, after the first forward: what dropless routing may cost before any backward runs."""
-        layers = self.experts.layers
-        if self._memory_logged or not layers:
-            return
-        self._memory_logged = True
-        sizes = [layer.peak_activation_bytes(layer.tokens_in_last_forward) for layer in layers]
-        balanced, worst = (sum(size[index] for size in sizes) / 2**20 for index in range(2))
-        if self.rank == 0:
-            logger.info(
-                "expert activations per rank: %.1f MiB with balanced routing, at most %.1f MiB if every token of a "
-                "micro-batch round came to one rank (bound it with lazarus.experts.max_tokens_per_expert_chunk)",
-                balanced,
-                worst,
-            )
 
     # -- queries and checkpoints --------------------------------------------------------------------------------
 

@@ -109,10 +109,13 @@ class ExpertState:
             self.loads[index] = (self.loads[index] * before + layer.load) / self.counted
             layer.gate.update_expert_bias(torch.from_numpy(layer.load))
 
-    def clear_step(self) -> None:
-        """Forget gradients and the load of the step."""
+    def clear_gradients(self) -> None:
         for buffer in self.buffers:
             buffer.gradients.zero_()
+
+    def clear_step(self) -> None:
+        """Forget gradients and the load of the step."""
+        self.clear_gradients()
         for layer in self.layers:
             layer.load[:] = 0
 

@@ -39,6 +39,7 @@ from megatron_lazarus.moe.records import RecordBuffer, RecordLayout
 from megatron_lazarus.patches import ALL, apply_all
 from megatron_lazarus.placing import plan_for
 from megatron_lazarus.planning.plan import Placement, Plan
+from megatron_lazarus.training_data import training_loader
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +62,20 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Mapping[str, Any] | None = None,
     *,
-    seed: int = 1234,
+    seed: int | None = None,
     plan: Plan | None = None,
 ) -> tuple[LazarusEngine, Any, Any, Any]:
     """Take ``deepspeed.initialize``'s arguments and return its four values, the engine being a LazarusEngine.
 
-    ``seed`` keys the random numbers of every (step, micro-batch). ``plan`` fixes the placement of experts for good; by
-    default it is planned from uniform loads, and changed when loads change. Raises ConfigError or ValueError, before
-    any process group is made, for what cannot work.
+    ``seed`` keys the random numbers of every (step, micro-batch), by default 1234, and the order of ``training_data``,
+    by default 0 as in DeepSpeed. The loader that is returned for it is a TrainingData. ``plan`` fixes the placement of
+    experts for good; by default it is planned from uniform loads, and changed when loads change. Raises ConfigError or
+    ValueError, before any process group is made, for what cannot work.
     """
     if model is None:
         raise ConfigError("megatron_lazarus.initialize requires a model")
     args, ds_config = _config_of(args, config if config is not None else config_params)
+    data_seed, seed = (0, 1234) if seed is None else (seed, seed)
     section = LazarusConfig.from_json(ds_config.pop("lazarus", {}))
     if not section.enabled:
         raise ConfigError('"lazarus.enabled" is false; call deepspeed.initialize instead')
@@ -86,6 +89,7 @@ def initialize(
     sizes = batch_sizes(ds_config, world_size)
     if joins and "train_batch_size" not in ds_config:
         raise ConfigError('"train_batch_size" is missing; a run whose ranks come and go needs a fixed global batch')
+    data = None if training_data is None else training_loader(training_data, sizes, ds_config, data_seed, collate_fn)
     if plan is not None:
         section = replace(section, experts=replace(section.experts, rebalance_interval=None))
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
@@ -110,12 +114,11 @@ def initialize(
 
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), distributed_port=distributed_port)
     optimizer, model_parameters, option_groups = _take_experts_out(layers, optimizer, model_parameters)
-    ds_engine, ds_optimizer, dataloader, scheduler = deepspeed.initialize(
+    ds_engine, ds_optimizer, _, scheduler = deepspeed.initialize(
         args=args,
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
-        training_data=training_data,
         lr_scheduler=lr_scheduler,
         distributed_port=distributed_port,
         mpu=mpu,
@@ -159,8 +162,9 @@ def initialize(
         gradient_clipping=float(ds_config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)),
         seed=seed,
         elastic=elastic,
+        data=data,
     )
-    return engine, ds_optimizer, dataloader, scheduler
+    return engine, ds_optimizer, data, scheduler
 
 
 def _config_of(args: Any, config: Any) -> tuple[Any, dict[str, Any]]:
