@@ -23,14 +23,21 @@ class _Unregistered:
 
 
 class Experts(nn.Module):
-    """All experts as ``deepspeed_experts.<id>`` (DeepSpeed's name) before ``detach``; this rank's replicas after."""
+    """The experts as ``deepspeed_experts.<id>`` (DeepSpeed's name) before ``detach``; this rank's replicas after.
 
-    def __init__(self, expert: nn.Module | Callable[[int], nn.Module], num_experts: int) -> None:
+    ``constructed``: how many a rank constructs, default all; expert e begins as number e modulo ``constructed`` of the
+    rank that the layer chooses. ``leading_dimensions`` of size 1 stand before the rows that an expert is given.
+    """
+
+    def __init__(
+        self, expert: nn.Module | Callable[[int], nn.Module], num_experts: int, constructed: int | None = None
+    ) -> None:
         super().__init__()
+        count = num_experts if constructed is None else constructed
         if isinstance(expert, nn.Module):
-            modules: list[nn.Module] = [copy.deepcopy(expert) for _ in range(num_experts)]
+            modules: list[nn.Module] = [copy.deepcopy(expert) for _ in range(count)]
         else:
-            modules = [expert(index) for index in range(num_experts)]
+            modules = [expert(index) for index in range(count)]
         self.num_experts = num_experts
         self.deepspeed_experts = nn.ModuleList(modules)
         self.context = StepContext()
@@ -39,7 +46,8 @@ class Experts(nn.Module):
         self._detached: _Unregistered | None = None
         self._template: _Unregistered | None = None
         self._initial: _Unregistered | None = None
-        self._ids = list(range(num_experts))
+        self._ids = list(range(count))
+        self.leading_dimensions: tuple[int, ...] = ()
         self._refuse_unsupported(modules[0])
 
     @staticmethod
@@ -55,6 +63,11 @@ class Experts(nn.Module):
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if len(dtypes) > 1:
             raise ValueError(f"the expert mixes parameter types {sorted(map(str, dtypes))}; use one")
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether there are experts that neither this rank has constructed nor any other is known to have."""
+        return self._detached is None and len(self._ids) < self.num_experts
 
     # -- life cycle ---------------------------------------------------------------------------------------------
 
@@ -103,7 +116,7 @@ class Experts(nn.Module):
         """A record of ``expert`` as the model's constructor left it. Raises RuntimeError after ``forget_initial``."""
         if self._initial is None:
             raise RuntimeError("the initial experts are gone: training has begun")
-        tensors = dict(self._initial.modules[expert].named_parameters())
+        tensors = dict(self._initial.modules[expert % len(self._initial.modules)].named_parameters())
         buffer = RecordBuffer(layout, (expert,), device)
         flat = torch.cat([tensors[spec.name].detach().reshape(-1) for spec in layout.tensors])
         buffer.field(PARAMETER)[0] = flat
@@ -132,11 +145,17 @@ class Experts(nn.Module):
     def _apply_expert(self, module: nn.Module, chunk: Tensor) -> Tensor:
         limit = self.max_tokens_per_chunk
         if limit is None or chunk.shape[0] <= limit:
-            return _first(module(chunk))
+            return self.run_one(module, chunk)
         if not torch.is_grad_enabled():
-            return torch.cat([_first(module(part)) for part in chunk.split(limit)])
-        parts: list[Any] = [checkpoint(module, part, use_reentrant=False) for part in chunk.split(limit)]
-        return torch.cat([_first(part) for part in parts])
+            return torch.cat([self.run_one(module, part) for part in chunk.split(limit)])
+        parts: list[Any] = [checkpoint(self.run_one, module, part, use_reentrant=False) for part in chunk.split(limit)]
+        return torch.cat(parts)
+
+    def run_one(self, module: nn.Module, rows: Tensor) -> Tensor:
+        """One expert on ``rows`` [N, H]; returns [N, H]."""
+        output = module(rows.view(*self.leading_dimensions, *rows.shape))
+        # Megatron's MLPs return (output, bias): DeepSpeed's experts ignore the second item too.
+        return (output[0] if isinstance(output, tuple) else output).reshape(rows.shape)
 
     def _computing_modules(self) -> dict[int, nn.Module]:
         modules: dict[int, nn.Module] = {}
@@ -207,11 +226,6 @@ class Experts(nn.Module):
                     parameter.copy_(state_dict[key])
             elif strict:
                 missing_keys.append(key)
-
-
-def _first(output: Any) -> Tensor:
-    # Megatron's MLPs return (output, bias): DeepSpeed's experts ignore the second item too.
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
