@@ -35,7 +35,7 @@ CPU_FLOAT64 = Patch(
     reason="float64 models, by which trajectories are checked to 1e-9, stop at an assertion in gradient reduction: "
     "split_half_float_double_sparse (runtime/engine.py) promises double by its name, and the CPU accelerator's list of "
     "types leaves it out",
-    upstream="none known",
+    upstream="https://github.com/deepspeedai/DeepSpeed/pull/7950, whose review notes that the lists leave double out",
     remove_when="CPU_Accelerator.supported_dtypes lists torch.float64",
     distribution="deepspeed",
     versions=">=0.18.9,<0.20",
