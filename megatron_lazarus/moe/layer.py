@@ -30,7 +30,7 @@ class MoELayer(nn.Module):
     chunks. ``constructed_experts``: so many experts this rank constructs, default all; others begin with the values of
     other ranks.
 
-    Raises ValueError for arguments that do not fit together and for experts with dropout or buffers.
+    Raises ValueError for arguments that do not fit together and for experts with dropout or batch statistics.
     """
 
     def __init__(

@@ -14,19 +14,23 @@ HIDDEN, CLASSES = 16, 8
 
 
 class Expert(nn.Module):
-    """Several linears, a module of its own inside, a scale that is a buffer, a gain of one element."""
+    """Several linears, a module of its own inside, buffers of several types, a gain of one element."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(HIDDEN, 24)
         self.twin = nn.Linear(HIDDEN, 24)
         self.inner = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, HIDDEN, bias=False))
+        self.register_buffer("scale", torch.linspace(0.8, 1.2, HIDDEN))
+        self.register_buffer("order", torch.arange(HIDDEN).flip(0))
+        self.register_buffer("shift", torch.full((1,), 0.1), persistent=False)
         self.gain = nn.Parameter(torch.tensor([0.9]))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         # [groups, 1, rows, hidden] from the layer; as the residual MLP it gets what the model has.
         assert hidden.dim() in (3, 4)
-        return self.inner(torch.tanh(self.up(hidden)) * self.twin(hidden)) * self.gain, None
+        inner = self.inner(torch.tanh(self.up(hidden)) * self.twin(hidden))
+        return inner[..., self.order] * self.scale * self.gain + self.shift, None
 
 
 class Classifier(nn.Module):
