@@ -29,14 +29,19 @@ from megatron_lazarus.config import (
 )
 from megatron_lazarus.engine import LazarusEngine
 from megatron_lazarus.expert_state import ExpertState
-from megatron_lazarus.joining import elastic_from_environment, joins_coordinator, private_world
+from megatron_lazarus.joining import (
+    elastic_from_environment,
+    joins_coordinator,
+    private_world,
+    without_shared_memory_extension,
+)
 from megatron_lazarus.moe.balanced_split import balanced_quotas
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.dispatch import replica_quotas
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.optimizer import optimizer_kind, record_state_names
 from megatron_lazarus.moe.records import RecordBuffer, RecordLayout
-from megatron_lazarus.patches import ALL, apply_all
+from megatron_lazarus.patches import ALWAYS, apply_all, unpatched
 from megatron_lazarus.placing import plan_for
 from megatron_lazarus.planning.plan import Placement, Plan
 from megatron_lazarus.training_data import training_loader
@@ -74,7 +79,7 @@ def initialize(
     """
     if model is None:
         raise ConfigError("megatron_lazarus.initialize requires a model")
-    args, ds_config = _config_of(args, config if config is not None else config_params)
+    args, ds_config = read_config(args, config, config_params)
     data_seed, seed = (0, 1234) if seed is None else (seed, seed)
     section = LazarusConfig.from_json(ds_config.pop("lazarus", {}))
     if not section.enabled:
@@ -93,6 +98,7 @@ def initialize(
     if plan is not None:
         section = replace(section, experts=replace(section.experts, rebalance_interval=None))
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    _refuse_stock_layers(model)
     for layer in layers:
         if not joins:
             slots_per_rank(section.experts, layer.num_experts, world_size)
@@ -102,9 +108,8 @@ def initialize(
     import deepspeed
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
-    apply_all(ALL)
-    # A worker killed while it builds this extension leaves a lock that every later start would wait for.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    apply_all(ALWAYS)
+    without_shared_memory_extension()
     elastic = elastic_from_environment(ds_config) if joins else None
     if elastic is not None:
         # DeepSpeed's constructor runs collectives in which no other member would take part.
@@ -114,7 +119,7 @@ def initialize(
 
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), distributed_port=distributed_port)
     optimizer, model_parameters, option_groups = _take_experts_out(layers, optimizer, model_parameters)
-    ds_engine, ds_optimizer, _, scheduler = deepspeed.initialize(
+    ds_engine, ds_optimizer, _, scheduler = unpatched("deepspeed:initialize")(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -167,8 +172,12 @@ def initialize(
     return engine, ds_optimizer, data, scheduler
 
 
-def _config_of(args: Any, config: Any) -> tuple[Any, dict[str, Any]]:
-    """The DeepSpeed config as a dict, and the arguments without the path it may have come from."""
+def read_config(args: Any, config: Any, config_params: Any = None) -> tuple[Any, dict[str, Any]]:
+    """The DeepSpeed config as a dict, and the arguments without the path it may have come from.
+
+    Raises ConfigError if there is none, or more than one.
+    """
+    config = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)
     if config is not None and from_args is not None:
         raise ConfigError(f"config is given twice: as an argument, and as --deepspeed_config {from_args}")
@@ -199,6 +208,16 @@ def _refuse_model_parallelism(model: nn.Module, mpu: Any) -> None:
             raise ConfigError(f"mpu reports a {name} size of {size()}; only 1 is supported")
 
 
+def _refuse_stock_layers(model: nn.Module) -> None:
+    stock = unpatched("deepspeed.moe.layer:MoE")
+    for name, module in model.named_modules():
+        if isinstance(module, stock):
+            raise ConfigError(
+                f"{name!r} is a layer of DeepSpeed's own class deepspeed.moe.layer.MoE; start the script through "
+                "megatron_lazarus.launch or lazarus run, which replace it, or construct megatron_lazarus.MoELayer"
+            )
+
+
 def _expected_world() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
@@ -218,6 +237,16 @@ def _take_experts_out(layers: list[MoELayer], optimizer: Any, model_parameters: 
     }
     frozen = {id(p) for layer in layers for _, _, p in layer.experts.local_parameters() if not p.requires_grad}
     options: OptionGroups = [{} for _ in layers]
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+
+    def alike(one: int | None, other: int) -> bool:
+        # DeepSpeed splits groups of experts that are large.
+        return one == other or (
+            one is not None
+            and max(one, other) < len(groups)
+            and {k: v for k, v in groups[one].items() if k != "params"}
+            == {k: v for k, v in groups[other].items() if k != "params"}
+        )
 
     def without_experts(parameters: Iterable[nn.Parameter], group: int) -> list[nn.Parameter]:
         kept = []
@@ -226,7 +255,7 @@ def _take_experts_out(layers: list[MoELayer], optimizer: Any, model_parameters: 
                 kept.append(parameter)
             elif id(parameter) not in frozen:
                 layer, name = home[id(parameter)]
-                if options[layer].setdefault(name, group) != group:
+                if not alike(options[layer].setdefault(name, group), group):
                     raise ConfigError(
                         f"experts of MoE layer {layer} have their {name!r} in optimizer groups "
                         f"{options[layer][name]} and {group}; all experts of a layer need the same options"
@@ -288,7 +317,7 @@ def _into_records(layer: MoELayer, layout: RecordLayout, placement: Placement, r
         record = layer.experts.initial_record(layout, expert, buffer.rows.device)
         if placement.world_size > 1:
             # Ranks that seeded alike hold the same values anyway; else this is where DeepSpeed would have built it.
-            dist.broadcast(record.rows, src=expert * placement.world_size // layer.num_experts)
+            dist.broadcast(record.rows, src=layer.initial_rank(expert, placement.world_size))
         for slot, held in enumerate(buffer.experts):
             if held == expert:
                 buffer.rows[slot] = record.rows[0]

@@ -28,11 +28,17 @@ def describe(module: Any, experts: Experts) -> dict[str, Any]:
         {
             "num_experts": layer.num_experts,
             "tensors": {spec.name: list(spec.shape) for spec in buffer.layout.tensors},
+            **_buffers(buffer.layout),
         }
         for layer, buffer in zip(experts.layers, experts.buffers, strict=True)
     ]
     state = sorted({name for buffer in experts.buffers for name in buffer.layout.state_names})
     return {"dense": dense, "moe_layers": layers, "expert_optimizer_state": state}
+
+
+def _buffers(layout: Any) -> dict[str, Any]:
+    """Nothing for a layer whose experts have none, as in all checkpoints before there could be any."""
+    return {"buffers": {spec.name: list(spec.shape) for spec in layout.buffers}} if layout.buffers else {}
 
 
 def check_model(manifest: Manifest, directory: str, here: dict[str, Any], with_state: bool) -> None:
