@@ -29,6 +29,7 @@ from megatron_lazarus.rebalancing import Rebalancer
 from megatron_lazarus.recovery import Elastic
 from megatron_lazarus.reporting.memory_note import MemoryNote
 from megatron_lazarus.rng import seed_micro_batch
+from megatron_lazarus.script_interface import ScriptInterface
 from megatron_lazarus.script_loop import ScriptLoop
 from megatron_lazarus.step import StepProtocol, StepResult
 from megatron_lazarus.training_data import TrainingData
@@ -44,7 +45,7 @@ MicroBatchFn = Callable[[int, int], Any]
 """(step, micro-batch number) -> the model's arguments: a mapping, a sequence or one tensor."""
 
 
-class LazarusEngine:
+class LazarusEngine(ScriptInterface):
     """What ``megatron_lazarus.initialize`` returns. Attributes it does not have are those of its DeepSpeedEngine.
 
     ``train_batch`` drives whole steps from numbered micro-batches, and its result does not depend on the number of
@@ -65,7 +66,7 @@ class LazarusEngine:
     ) -> None:
         self.deepspeed_engine = ds_engine
         self.experts, self.sizes, self.config, self.seed = experts, sizes, config, seed
-        self._log_memory = MemoryNote()
+        self._log_memory, self._finished = MemoryNote(), False
         self.guard = LossGuard(config.guard)
         # Losses are divided by the number of micro-batches, whatever the number of ranks: reduction is a sum.
         ds_engine.gradient_average = False
@@ -146,8 +147,11 @@ class LazarusEngine:
     def finish(self) -> None:
         """Wait for the last checkpoint, and under a coordinator for every member; to be called once, at the end.
 
-        Raises CheckpointError if it fails and ``lazarus.checkpoint.strict`` is true.
+        Raises CheckpointError if it fails and ``lazarus.checkpoint.strict`` is true. Called again it does nothing.
         """
+        if self._finished:
+            return
+        self._finished = True
         self._together(self._checkpoint.finish)
         self._checkpoint.close()
         if self._elastic is not None:
@@ -231,66 +235,7 @@ class LazarusEngine:
         totals = self.protocol.all_reduce([sums[name] for name in sorted(sums)])
         return {name: value / num_micro_batches for name, value in zip(sorted(sums), totals, strict=True)}
 
-    # -- loops that the script drives ---------------------------------------------------------------------------
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.forward(*inputs, **kwargs)
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Forward of the module, as DeepSpeed's.
-
-        In training mode with gradients it is part of a step. Else it is an evaluation, in which all ranks take part.
-        """
-        return self.script_loop.forward(inputs, kwargs)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward of one micro-batch of this rank's ``gradient_accumulation_steps``; returns the scaled loss.
-
-        Under a coordinator the engine repeats it after a failure if ``loss`` is what ``forward`` returned, or a part
-        of that; else the step is dropped, unless it is within ``run_step``. Raises RuntimeError without a coordinator
-        if the script's own batches cannot be shared out evenly.
-        """
-        return self.script_loop.backward(loss, retain_graph, scale_wrt_gas)
-
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Count a micro-step; at the accumulation boundary take the optimizer step, unless it must be skipped."""
-        self.script_loop.step(lr_kwargs)
-
-    def run_step(self, fn: Callable[[], Outcome]) -> Outcome:
-        """Do one step: ``fn()`` does its forwards and backwards, for each of ``gradient_accumulation_steps()``.
-
-        If nodes are lost meanwhile ``fn`` is called again, with the random numbers of the first time, so whatever else
-        it does must bear repetition: batches of its own it must not fetch, those of ``training_data`` it may. Returns
-        what its last call returned. Where ``training_data`` has more micro-batches for this step than ``fn`` has
-        done, the next ``run_step`` goes on with it.
-        """
-        return self.script_loop.run_step(fn)
-
-    def zero_grad(self) -> None:
-        """Drop the gradients accumulated so far, of the dense part and of the experts."""
-        self.script_loop.clear_gradients()
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches that each rank does in the step in progress."""
-        return self.script_loop.accumulation
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch in progress is the last one of its step on this rank."""
-        return self.script_loop.is_boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """As DeepSpeed's: the script decides from now on. Batches of ``training_data`` know it themselves."""
-        self.script_loop.set_boundary(is_boundary)
-
-    @property
-    def lost_samples(self) -> int:
-        """Samples of the script's own batches that nobody trains on, because nodes were lost or steps dropped."""
-        return self.script_loop.lost_samples
-
-    @property
-    def dropped_steps(self) -> int:
-        """Steps that a failure interrupted and that could not be repeated."""
-        return self.script_loop.dropped_steps
+    # -- details --------------------------------------------------------------------------------------------------
 
     @property
     def place(self) -> str:
@@ -352,7 +297,7 @@ class LazarusEngine:
         Raises CheckpointError, before anything is written, for a ``client_state`` that could not be loaded safely, and
         where a failed save must stop the run.
         """
-        state, attempts = client_state or {}, itertools.count()
+        state, attempts = self.script_loop.add_position(client_state or {}), itertools.count()
         return self._together(
             lambda: self._checkpoint.save(
                 save_dir, tag, state, save_latest, exclude_frozen_parameters, again=next(attempts) > 0, wait=wait
@@ -371,9 +316,13 @@ class LazarusEngine:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint written at any world size and placement; (None, None) if there is none.
 
-        Without ``tag`` the newest undamaged one. Raises CheckpointError, before anything is changed, if there is only
-        damage, or for a checkpoint of another model.
+        Without ``tag`` the newest undamaged one. In a process that has just joined a running job nothing is loaded: it
+        has that job's state. Raises CheckpointError, before anything is changed, if there is only damage, or for a
+        checkpoint of another model; ConfigError for a position in other ``training_data``.
         """
+        if self._elastic is not None and self._elastic.is_newcomer:
+            logger.info("%s: nothing is loaded, the state is that of the running job", self.place)
+            return None, None
         loaded: list[tuple[str | None, dict[str, Any] | None]] = []
 
         def load() -> None:
@@ -387,6 +336,7 @@ class LazarusEngine:
                 custom_load_fn=custom_load_fn,
             )
             self.experts.optimizer.load_steps()
+            self.script_loop.take_position(result[1], load_module_only)
             loaded.append(result)
             if self.world_size > 1:
                 # Where another rank has passed it, this one has loaded everything too.

@@ -78,6 +78,11 @@ class Elastic:
         return self.membership.generation
 
     @property
+    def is_newcomer(self) -> bool:
+        """Whether this process came into a run that had begun, and has done none of its steps yet."""
+        return self.joined_running and not self._has_trained
+
+    @property
     def present(self) -> frozenset[str]:
         """The ranks of this generation, by names that they keep as long as they live."""
         return frozenset(
@@ -265,7 +270,7 @@ class Elastic:
         ``attempt`` raises of its own, and RuntimeError where the members are not about to do the same.
         """
         self._has_trained = self._has_trained or between_steps
-        if self.joined_running and not self._has_trained:
+        if self.is_newcomer:
             raise RuntimeError(
                 "this process came into a running job, whose members are about to take a step: its first call must be "
                 "train_batch, or a forward in training (engine.joined_running tells)"

@@ -16,6 +16,9 @@ from typing import Any
 
 from megatron_lazarus.config import ConfigError, LazarusConfig, load_config
 
+_ENGINES: list[Any] = []
+"""What the script that runs in this process has made."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Take the place of ``python script arguments``."""
@@ -27,6 +30,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     prepare(load_config(options.lazarus_config).get("lazarus"))
     sys.argv = [options.script, *options.arguments]
+    try:
+        _run(options)
+    except SystemExit as ending:
+        if ending.code not in (None, 0) or _has_left(ending):
+            raise
+    for engine in _ENGINES:
+        # A script of DeepSpeed's just ends; members end together, with their last checkpoint on storage.
+        engine.finish()
+
+
+def _run(options: argparse.Namespace) -> None:
     if options.module:
         # Python does so for `-m`, too; argv[0] becomes the module's file.
         sys.path[0] = os.getcwd()
@@ -35,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = os.path.abspath(options.script)
         sys.path[0] = os.path.dirname(path)
         runpy.run_path(path, run_name="__main__")
+
+
+def _has_left(ending: SystemExit) -> bool:
+    from megatron_lazarus.elastic.membership import NodeDrained
+
+    return isinstance(ending, NodeDrained)
 
 
 def prepare(section: Any) -> None:
@@ -72,7 +92,9 @@ def initialize_script(original: Callable[..., Any], section: Any, *arguments: An
     if section is not None:
         config.setdefault("lazarus", section)
     if LazarusConfig.from_json(config.get("lazarus", {"enabled": False})).enabled:
-        return initialize(args, config=config, **given)
+        made = initialize(args, config=config, **given)
+        _ENGINES.append(made[0])
+        return made
     layers = [name for name, module in given["model"].named_modules() if isinstance(module, MoE)]
     if layers:
         raise ConfigError(

@@ -77,7 +77,7 @@ class Forward:
 
     def run(self, loop: ScriptLoop) -> None:
         engine, data = loop.engine, loop.data_in_use
-        loop.after_backward = False
+        loop.begin_micro_batch()
         engine.deepspeed_engine.set_gradient_accumulation_boundary(loop.is_boundary)
         engine._context.ghost = data is not None and data.number is None
         try:
@@ -200,17 +200,17 @@ class Function:
 
 
 class Step:
-    """``engine.step()``: it completes the step where no micro-batch is missing, and where the script says so.
+    """``engine.step()``: it completes the step where no micro-batch is missing.
 
     ``completes``: whether it has. Done again with fewer ranks it may not any more: there is more to do for each.
     """
 
-    def __init__(self, lr_kwargs: Mapping[str, Any] | None, is_last: bool = False) -> None:
-        self._lr_kwargs, self._is_last = lr_kwargs, is_last
+    def __init__(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        self._lr_kwargs = lr_kwargs
         self.completes = False
 
     def run(self, loop: ScriptLoop) -> None:
-        self.completes = loop.is_boundary or (self._is_last and loop.data_in_use is None)
+        self.completes = loop.is_boundary
         if self.completes:
             loop.finish(self._lr_kwargs)
         else:

@@ -17,14 +17,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_lazarus.rng import generator_states, set_generator_states
 from megatron_lazarus.script_calls import Backward, Call, Forward, Function, Step, ZeroGrad
+from megatron_lazarus.script_evaluation import evaluate
 from megatron_lazarus.step_in_progress import StepInProgress
 from megatron_lazarus.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
 
 Outcome = TypeVar("Outcome")
+
+POSITION = "lazarus_script_loop"
+"""The key in a checkpoint's client state."""
 
 OUTSIDE = "its loss was computed outside of the engine (engine.run_step can repeat that)"
 OVERWRITTEN = "the inputs of one of its micro-batches were changed in place"
@@ -55,7 +58,7 @@ class ScriptLoop:
     def forward(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Forward of the module: part of a step in training mode with gradients, else an evaluation."""
         if not (torch.is_grad_enabled() and self.engine.module.training):
-            return self._evaluate(inputs, options)
+            return evaluate(self.engine, None if self.inside_function else self._elastic, inputs, options)
         call = Forward(inputs, options)
         self._do(call)
         return call.hand_over()
@@ -85,7 +88,7 @@ class ScriptLoop:
         """See ``LazarusEngine.run_step``."""
         call = Function(function)
         self._do(call)
-        self._do(Step(None, is_last=True))
+        self._do(Step(None))
         result: Outcome = call.result
         return result
 
@@ -99,7 +102,7 @@ class ScriptLoop:
     @property
     def accumulation(self) -> int:
         """Micro-batches that this rank does in the step in progress."""
-        if self.data is not None and (self.data.in_use or not self._step.begun):
+        if self.data is not None and not self._step.feeds_itself:
             return self.data.rounds
         return self._step.accumulation or int(self.engine.deepspeed_engine.gradient_accumulation_steps())
 
@@ -111,7 +114,7 @@ class ScriptLoop:
             return data.round + (not self.after_backward) >= data.rounds
         if self._boundary is not None:
             return self._boundary
-        return (self._step.micro_steps + 1) % self.accumulation == 0
+        return self._step.micro_steps + 1 >= self.accumulation
 
     def set_boundary(self, boundary: bool) -> None:
         """From now on the script says which micro-batch is the last one; those of ``training_data`` know it."""
@@ -136,6 +139,16 @@ class ScriptLoop:
     def data_in_use(self) -> TrainingData | None:
         """The training data, where the micro-batch in progress is from there."""
         return self.data if self.data is not None and self.data.in_use else None
+
+    def begin_micro_batch(self) -> None:
+        """A forward begins. Raises RuntimeError if its batch is of a later step."""
+        self.after_backward = False
+        self._step.feeds_itself = self.data_in_use is None
+        if self.data is not None and self.data.is_ahead:
+            raise RuntimeError(
+                f"{self.engine.place}: a batch of the next step is forwarded before this one is complete; a step has "
+                f"{self.data.rounds} micro-batches (engine.gradient_accumulation_steps()), then comes engine.step()"
+            )
 
     def loss_scale(self, scale_wrt_gas: bool) -> float:
         """Factor between a micro-batch's loss and what is differentiated: the mean over all micro-batches."""
@@ -162,6 +175,7 @@ class ScriptLoop:
     def inside(self) -> Iterator[None]:
         """Calls made within are part of one that is repeated as a whole; dense gradients are reduced at its end."""
         self.inside_function, self._step.unreduced = True, True
+        before = self._step.backwards
         if self.data is not None:
             self.data.lends = True
         try:
@@ -170,6 +184,9 @@ class ScriptLoop:
             self.inside_function = False
             if self.data is not None:
                 self.data.lends = False
+        for _ in range(self._step.backwards - before - 1):
+            self.micro_step()
+        self.after_backward = True
 
     def finish(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """Reduce, vote, decide; or, where the step is dropped, see to it that all have come so far."""
@@ -323,29 +340,6 @@ class ScriptLoop:
             return OUTSIDE
         return OVERWRITTEN if any(call.is_overwritten for call in forwards) else None
 
-    # -- evaluation ---------------------------------------------------------------------------------------------
-
-    def _evaluate(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """A forward that belongs to no step; it counts in no statistics, and draws the same numbers if repeated."""
-        engine = self.engine
-        if self._elastic is None or self.inside_function:
-            return engine.deepspeed_engine.forward(*inputs, **options)
-        before = generator_states(engine.device)
-        outputs: list[Any] = []
-
-        def attempt() -> None:
-            set_generator_states(engine.device, before)
-            loads = [layer.load.copy() for layer in engine.experts.layers]
-            outputs.append(engine.deepspeed_engine.forward(*inputs, **options))
-            for layer, load in zip(engine.experts.layers, loads, strict=True):
-                layer.load[:] = load
-            if engine.world_size > 1:
-                # Where another rank has passed it, this one has its output.
-                engine.experts.peers.barrier()
-
-        self._elastic.run(attempt, lambda _: {"value": None}, lambda _: None)
-        return outputs[-1]
-
     # -- details ------------------------------------------------------------------------------------------------
 
     def _source_of(self, loss: Tensor) -> tuple[Forward, int] | None:
@@ -363,6 +357,22 @@ class ScriptLoop:
             )
 
     # -- state of the run ---------------------------------------------------------------------------------------
+
+    def add_position(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        """``client_state`` for a checkpoint: with the position in the training data, and what was lost."""
+        if self.data is None and not (self.lost_samples or self.dropped_steps):
+            return dict(client_state)
+        position = self.data.state() if self.data is not None else None
+        return {**client_state, POSITION: {**self.counters(), "training_data": position}}
+
+    def take_position(self, client_state: dict[str, Any] | None, module_only: bool) -> None:
+        """Take what ``add_position`` has added out of a checkpoint's client state, and unless ``module_only`` over."""
+        position = (client_state or {}).pop(POSITION, None)
+        if position is None or module_only:
+            return
+        self.lost_samples, self.dropped_steps = position["lost_samples"], position["dropped_steps"]
+        if self.data is not None and position["training_data"] is not None:
+            self.data.restore(position["training_data"])
 
     def counters(self) -> dict[str, int]:
         """What a newcomer takes over from another rank."""

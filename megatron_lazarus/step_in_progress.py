@@ -12,7 +12,7 @@ from torch import Tensor
 class StepInProgress:
     """Of the step: ``accumulation``, the micro-batches of each rank; ``holders``, the ranks, by names that outlive a
     change of the world, that have begun it; ``dropped``, why it is given up; ``micro_steps_done``, how often the script
-    was told that there is more to it.
+    was told that there is more to it; ``feeds_itself``, whether its batches are the script's own.
 
     Of the attempt: ``present``, the ranks that make it; ``ready``, whether it has begun; ``next_call``, how many calls
     are done; the losses of its ``backwards``; ``unreduced``, whether dense gradients must still be reduced at the end.
@@ -24,6 +24,7 @@ class StepInProgress:
     holders: set[str] = field(default_factory=set)
     dropped: str | None = None
     micro_steps_done: int = 0
+    feeds_itself: bool = False
 
     present: frozenset[str] = frozenset()
     ready: bool = False

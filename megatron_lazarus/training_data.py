@@ -171,6 +171,11 @@ class TrainingData:
         """The micro-batch that is forwarded now."""
         return self._handed[min(self._done, len(self._handed) - 1)].number
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether what is forwarded now is of a later step."""
+        return bool(self._handed) and self._handed[min(self._done, len(self._handed) - 1)].step > self.step
+
     def backwarded(self) -> None:
         """The round in progress has had its backward."""
         self._done = min(self._done + 1, len(self._handed))

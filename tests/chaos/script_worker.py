@@ -51,8 +51,8 @@ class Samples:
 
 
 class ScriptWorker:
-    """``options``: ``loop`` is "own", "outside" or "function", each with ``data`` (samples in the dataset, 0: the
-    script feeds batches of its own); others as named below."""
+    """``options``: ``loop`` names the method that does a micro-batch or a step; ``data``: samples in the dataset, 0: the
+    script feeds batches of its own; others as named below."""
 
     def __init__(self, log_dir: Path, options: dict[str, Any]) -> None:
         import megatron_lazarus
@@ -184,17 +184,23 @@ class ScriptWorker:
         self.engine.step()
 
     def _function(self) -> None:
-        fetched = None if self.loader is not None else [self.fetch() for _ in range(self._accumulation())]
+        kept: list[dict[str, Tensor]] = []
 
         def step() -> None:
-            for index in range(self._accumulation() if fetched is None else len(fetched)):
-                values = self.fetch() if fetched is None else fetched[index]
+            for index in range(int(self.engine.gradient_accumulation_steps())):
+                if self.loader is None and index == len(kept):
+                    kept.append(self.fetch())
+                values = self.fetch() if self.loader is not None else kept[index]
                 self.engine.backward(self.criterion(self.engine(values["tokens"], values["labels"])))
 
         self.engine.run_step(step)
 
-    def _accumulation(self) -> int:
-        return int(self.engine.gradient_accumulation_steps())
+    def _small_function(self) -> None:
+        """One micro-batch, fetched outside."""
+        values = self.fetch()
+        self.engine.run_step(
+            lambda: self.engine.backward(self.criterion(self.engine(values["tokens"], values["labels"])))
+        )
 
     @staticmethod
     def criterion(output: Any) -> Tensor:
@@ -207,6 +213,8 @@ class ScriptWorker:
         losses = []
         with torch.no_grad():
             for number in range(3):
+                if number == 1:
+                    self.faults.strike_at("evaluating", engine.global_steps)
                 values = collate([sample(EVALUATION + 2 * number), sample(EVALUATION + 2 * number + 1)])
                 losses.append(float(engine(values["tokens"], values["labels"])[0]))
         engine.train()
