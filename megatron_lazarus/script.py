@@ -15,9 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_lazarus.config import ConfigError, LazarusConfig, load_config
-
-_ENGINES: list[Any] = []
-"""What the script that runs in this process has made."""
+from megatron_lazarus.script_end import MADE, end_with
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,14 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     prepare(load_config(options.lazarus_config).get("lazarus"))
     sys.argv = [options.script, *options.arguments]
-    try:
-        _run(options)
-    except SystemExit as ending:
-        if ending.code not in (None, 0) or _has_left(ending):
-            raise
-    for engine in _ENGINES:
-        # A script of DeepSpeed's just ends; members end together, with their last checkpoint on storage.
-        engine.finish()
+    end_with(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -49,12 +40,6 @@ def _run(options: argparse.Namespace) -> None:
         path = os.path.abspath(options.script)
         sys.path[0] = os.path.dirname(path)
         runpy.run_path(path, run_name="__main__")
-
-
-def _has_left(ending: SystemExit) -> bool:
-    from megatron_lazarus.elastic.membership import NodeDrained
-
-    return isinstance(ending, NodeDrained)
 
 
 def prepare(section: Any) -> None:
@@ -93,7 +78,7 @@ def initialize_script(original: Callable[..., Any], section: Any, *arguments: An
         config.setdefault("lazarus", section)
     if LazarusConfig.from_json(config.get("lazarus", {"enabled": False})).enabled:
         made = initialize(args, config=config, **given)
-        _ENGINES.append(made[0])
+        MADE.append(made[0])
         return made
     layers = [name for name, module in given["model"].named_modules() if isinstance(module, MoE)]
     if layers:

@@ -78,7 +78,7 @@ class Forward:
     def run(self, loop: ScriptLoop) -> None:
         engine, data = loop.engine, loop.data_in_use
         loop.begin_micro_batch()
-        engine.deepspeed_engine.set_gradient_accumulation_boundary(loop.is_boundary)
+        engine.deepspeed_engine.set_gradient_accumulation_boundary(loop.is_last_backward)
         engine._context.ghost = data is not None and data.number is None
         try:
             if data is not None:
@@ -151,14 +151,13 @@ class Backward:
             self._backward(loop, ghost=data is not None and data.number is None)
         if data is not None:
             data.backwarded()
-        loop.after_backward = True
 
     def _backward(self, loop: ScriptLoop, ghost: bool) -> None:
         loss = self._loss if self.source is None else self.source[0].tensor(self.source[1])
         assert loss is not None, "a backward without a loss is never done again"
         engine = loop.engine
         scale = engine._context.loss_scale = loop.loss_scale(self._scale_wrt_gas)
-        engine.deepspeed_engine.set_gradient_accumulation_boundary(loop.is_boundary)
+        engine.deepspeed_engine.set_gradient_accumulation_boundary(loop.is_last_backward)
         was_inside, engine.deepspeed_engine.inside_no_sync_ctxt = (
             engine.deepspeed_engine.inside_no_sync_ctxt,
             self._no_sync or loop.inside_function,
@@ -210,7 +209,7 @@ class Step:
         self.completes = False
 
     def run(self, loop: ScriptLoop) -> None:
-        self.completes = loop.is_boundary
+        self.completes = loop.is_complete
         if self.completes:
             loop.finish(self._lr_kwargs)
         else:

@@ -108,10 +108,9 @@ class ScriptLoop:
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the micro-batch in progress is the last one of its step on this rank."""
-        data = self.data_in_use
-        if data is not None:
-            return data.round + (not self.after_backward) >= data.rounds
+        """Whether the micro-batch that the script has is the last one of its step on this rank."""
+        if self.data_in_use is not None:
+            return self.data_in_use.has_last
         if self._boundary is not None:
             return self._boundary
         return self._step.micro_steps + 1 >= self.accumulation
@@ -128,27 +127,30 @@ class ScriptLoop:
         return self._step.dropped
 
     @property
-    def after_backward(self) -> bool:
-        return self._step.after_backward
-
-    @after_backward.setter
-    def after_backward(self, value: bool) -> None:
-        self._step.after_backward = value
-
-    @property
     def data_in_use(self) -> TrainingData | None:
         """The training data, where the micro-batch in progress is from there."""
         return self.data if self.data is not None and self.data.in_use else None
 
     def begin_micro_batch(self) -> None:
         """A forward begins. Raises RuntimeError if its batch is of a later step."""
-        self.after_backward = False
         self._step.feeds_itself = self.data_in_use is None
         if self.data is not None and self.data.is_ahead:
             raise RuntimeError(
                 f"{self.engine.place}: a batch of the next step is forwarded before this one is complete; a step has "
                 f"{self.data.rounds} micro-batches (engine.gradient_accumulation_steps()), then comes engine.step()"
             )
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether no further backward of this step comes after the next one."""
+        data = self.data_in_use
+        return self.is_boundary if data is None else data.round + 1 >= data.rounds
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether ``engine.step()`` ends the step now."""
+        data = self.data_in_use
+        return self.is_boundary if data is None else data.round >= data.rounds
 
     def loss_scale(self, scale_wrt_gas: bool) -> float:
         """Factor between a micro-batch's loss and what is differentiated: the mean over all micro-batches."""
@@ -162,9 +164,9 @@ class ScriptLoop:
 
     def micro_step(self) -> None:
         self.engine.deepspeed_engine.micro_steps += 1
+        self.engine.deepspeed_engine._step_applied = False
         self._step.micro_steps += 1
         self._step.micro_steps_done = max(self._step.micro_steps_done, self._step.micro_steps)
-        self.after_backward = False
 
     def zero_grad(self) -> None:
         """Of the dense part and of the experts."""
@@ -186,7 +188,6 @@ class ScriptLoop:
                 self.data.lends = False
         for _ in range(self._step.backwards - before - 1):
             self.micro_step()
-        self.after_backward = True
 
     def finish(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """Reduce, vote, decide; or, where the step is dropped, see to it that all have come so far."""

@@ -32,7 +32,6 @@ class StepInProgress:
     micro_steps: int = 0
     backwards: int = 0
     loss_sum: Tensor | None = None
-    after_backward: bool = False
     unreduced: bool = False
     started: float = 0.0
 
@@ -51,7 +50,7 @@ class StepInProgress:
         """Another attempt."""
         self.ready, self.next_call, self.micro_steps = True, 0, 0
         self.backwards, self.loss_sum = 0, None
-        self.after_backward = self.unreduced = False
+        self.unreduced = False
         self.started = time.monotonic()
 
     def add(self, loss: Tensor, ghost: bool) -> None:

@@ -167,6 +167,11 @@ class TrainingData:
         return self._done
 
     @property
+    def has_last(self) -> bool:
+        """Whether no batch of the step in progress is to be fetched any more by a script that does one at a time."""
+        return min(self._done + 1, len(self._handed)) >= self.rounds
+
+    @property
     def number(self) -> Round:
         """The micro-batch that is forwarded now."""
         return self._handed[min(self._done, len(self._handed) - 1)].number

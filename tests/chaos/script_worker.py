@@ -51,8 +51,8 @@ class Samples:
 
 
 class ScriptWorker:
-    """``options``: ``loop`` names the method that does a micro-batch or a step; ``data``: samples in the dataset, 0: the
-    script feeds batches of its own; others as named below."""
+    """``options``: ``loop`` names the method that does a micro-batch or a step; ``data``: samples in the dataset, 0:
+    the script feeds batches of its own; others as named below."""
 
     def __init__(self, log_dir: Path, options: dict[str, Any]) -> None:
         import megatron_lazarus
