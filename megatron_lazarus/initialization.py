@@ -41,6 +41,7 @@ from megatron_lazarus.moe.dispatch import replica_quotas
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.optimizer import optimizer_kind, record_state_names
 from megatron_lazarus.moe.records import RecordBuffer, RecordLayout
+from megatron_lazarus.optimizer_groups import groups_of
 from megatron_lazarus.patches import ALWAYS, apply_all, unpatched
 from megatron_lazarus.placing import plan_for
 from megatron_lazarus.planning.plan import Placement, Plan
@@ -118,6 +119,11 @@ def initialize(
         from deepspeed.accelerator import get_accelerator
 
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), distributed_port=distributed_port)
+    if model_parameters is not None:
+        model_parameters = list(model_parameters)
+    parameter_groups = groups_of(
+        model, layers, optimizer, model_parameters, bool((ds_config.get("bf16") or {}).get("enabled"))
+    )
     optimizer, model_parameters, option_groups = _take_experts_out(layers, optimizer, model_parameters)
     ds_engine, ds_optimizer, _, scheduler = unpatched("deepspeed:initialize")(
         args=args,
@@ -135,8 +141,7 @@ def initialize(
     state_names = record_state_names(ds_engine.basic_optimizer)
     layouts = []
     for layer, groups in zip(layers, option_groups, strict=True):
-        # DeepSpeed converts the parameters it finds registered; these it did not find.
-        layer.experts.to(device=ds_engine.device, dtype=torch.bfloat16 if ds_engine.bfloat16_enabled() else None)
+        _convert(layer.experts, ds_engine)
         layouts.append(layer.experts.layout(groups, state_names))
     if elastic is None:
         uniform = [np.ones(layer.num_experts) for layer in layers]
@@ -158,6 +163,7 @@ def initialize(
             StepContext(),
             rank,
             ds_engine.basic_optimizer,
+            parameter_groups,
             quotas=balanced_quotas if section.experts.split == "balanced" else replica_quotas,
             # Loads of the interval before the last one weigh next to nothing.
             load_steps=(section.experts.rebalance_interval or 150) // 3,
@@ -284,6 +290,24 @@ def _take_experts_out(layers: list[MoELayer], optimizer: Any, model_parameters: 
     for layer in layers:
         layer.experts.detach()
     return optimizer, model_parameters, options
+
+
+def _convert(experts: nn.Module, ds_engine: Any) -> None:
+    """What DeepSpeed did to the modules that it found registered, these not among them."""
+    experts.to(device=ds_engine.device)
+    if not ds_engine.bfloat16_enabled():
+        return
+    if not hasattr(ds_engine, "_mixed_precision_dtypes"):
+        experts.to(dtype=torch.bfloat16)
+        return
+    # It then leaves buffers as they are, unless the JSON says otherwise.
+    parameters, buffers = ds_engine._mixed_precision_dtypes()
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = parameters if isinstance(tensor, nn.Parameter) else buffers
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    experts._apply(convert)
 
 
 def _rank_nodes(world_size: int) -> tuple[int, ...]:

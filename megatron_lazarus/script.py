@@ -11,6 +11,7 @@ import inspect
 import os
 import runpy
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,9 +38,18 @@ def _run(options: argparse.Namespace) -> None:
         sys.path[0] = os.getcwd()
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
-        path = os.path.abspath(options.script)
-        sys.path[0] = os.path.dirname(path)
-        runpy.run_path(path, run_name="__main__")
+        _run_file(os.path.abspath(options.script))
+
+
+def _run_file(path: str) -> None:
+    """As Python does it: unlike in ``runpy``, argv[0] stays what the user has typed, and the module stays."""
+    sys.path[0] = os.path.dirname(path)
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
 
 
 def prepare(section: Any) -> None:

@@ -39,7 +39,7 @@ class Experts(nn.Module):
             modules: list[nn.Module] = [copy.deepcopy(expert) for _ in range(count)]
         else:
             modules = [expert(index) for index in range(count)]
-        self.num_experts = num_experts
+        self.num_experts, self.constructed = num_experts, count
         self.deepspeed_experts = nn.ModuleList(modules)
         self.context = StepContext()
         self.max_tokens_per_chunk: int | None = None

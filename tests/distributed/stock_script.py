@@ -29,8 +29,9 @@ class Expert(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         # [groups, 1, rows, hidden] from the layer; as the residual MLP it gets what the model has.
         assert hidden.dim() in (3, 4)
+        # Buffers may stay float32 where parameters do not.
         inner = self.inner(torch.tanh(self.up(hidden)) * self.twin(hidden))
-        return inner[..., self.order] * self.scale * self.gain + self.shift, None
+        return (inner[..., self.order] * self.scale * self.gain + self.shift).to(hidden.dtype), None
 
 
 class Classifier(nn.Module):
@@ -90,6 +91,15 @@ def build(optimizer: str, config: dict[str, Any], **options: Any) -> Any:
     return engine
 
 
+def outputs(engine: Any, rank: int) -> Tensor:
+    """What the model says of data that it has not seen."""
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(data(999, rank, 0)[0].to(next(engine.module.parameters()).dtype))[0]
+    engine.train()
+    return logits.float().clone()
+
+
 def train(engine: Any, rank: int, steps: int, first: int = 0) -> list[float]:
     """The script's own loop."""
     losses = []
@@ -97,8 +107,8 @@ def train(engine: Any, rank: int, steps: int, first: int = 0) -> list[float]:
         total = 0.0
         for micro in range(engine.gradient_accumulation_steps()):
             inputs, labels = data(step, rank, micro)
-            logits, aux = engine(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.01 * aux
+            logits, aux = engine(inputs.to(next(engine.module.parameters()).dtype))
+            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()) + 0.01 * aux
             engine.backward(loss)
             engine.step()
             total += float(loss.detach())
