@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,21 +15,30 @@ from tests.chaos.script_job import BATCH, EVERY_SAMPLE, ScriptJob, script_job
 
 POINTS = (
     "in-forward",
-    "between",
-    "in-backward",
-    "before-vote",
-    "after-vote",
-)
-MORE_POINTS = (
     "late-forward",
+    "between",
     "before-backward",
+    "in-backward",
+    "after-backward",
     "dense-reduce",
     "before-reduce",
+    "before-vote",
+    "after-vote",
     "before-dense-step",
     "after-step",
-    "after-backward",
 )
-ALL_POINTS = [*POINTS, *(pytest.param(point, marks=pytest.mark.extensive) for point in MORE_POINTS)]
+"""Where a node dies: of the engine, and of the script between its calls."""
+
+
+def extensive(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.extensive)
+
+
+THREE_POINTS = [
+    ("in-forward", "between", "in-backward"),
+    ("dense-reduce", "before-vote", "after-vote"),
+    *(extensive((point,) * 3) for point in POINTS),
+]
 
 
 def worlds(job: ScriptJob) -> list[int]:
@@ -38,13 +49,13 @@ def shares_of_the_lost(job: ScriptJob, ledger: Ledger) -> int:
     """Samples that each lost node would have had in the step it interrupted: as many as every survivor had."""
     found = job.micro_batches_by_step(ledger)
     total = 0
-    for before, after in zip(*(iter_regroups(job)[at:] for at in (0, 1)), strict=False):
+    for before, after in itertools.pairwise(regroups(job)):
         per_rank = Counter(line["pid"] for line in found[after["steps"]])
         total += (before["world_size"] - after["world_size"]) * max(per_rank.values()) * BATCH
     return total
 
 
-def iter_regroups(job: ScriptJob) -> list[dict[str, int]]:
+def regroups(job: ScriptJob) -> list[dict[str, int]]:
     steps = {}
     for event in job.events():
         if event["kind"] == "regrouped":
@@ -52,31 +63,41 @@ def iter_regroups(job: ScriptJob) -> list[dict[str, int]]:
     return [steps[number] for number in sorted(steps)]
 
 
-@pytest.mark.parametrize("point", ALL_POINTS)
-def test_own_batches(nursery: Nursery, tmp_path: Path, point: str) -> None:
+@pytest.mark.parametrize("points", THREE_POINTS, ids="-".join)
+def test_own_batches(nursery: Nursery, tmp_path: Path, points: tuple[str, ...]) -> None:
     with script_job(nursery, tmp_path, 5, "own", micro_batches=10) as job:
         job.add("n1", "n3")
-        for node, step in (("n0", 1), ("n2", 3), ("n4", 5)):
+        for node, step, point in zip(("n0", "n2", "n4"), (1, 3, 5), points, strict=True):
             job.add(node, fault=f"{point}:{step}")
         ledger = job.check()
         assert worlds(job) == [5, 4, 3, 2]
         assert job.lost_and_dropped(ledger) == (shares_of_the_lost(job, ledger), 0)
 
 
-@pytest.mark.parametrize("point", ALL_POINTS)
-def test_training_data(nursery: Nursery, tmp_path: Path, point: str) -> None:
+@pytest.mark.parametrize("points", THREE_POINTS, ids="-".join)
+def test_training_data(nursery: Nursery, tmp_path: Path, points: tuple[str, ...]) -> None:
     with script_job(nursery, tmp_path, 5, "own", data=EVERY_SAMPLE) as job:
         job.add("n1", "n3")
-        for node, step in (("n0", 1), ("n2", 3), ("n4", 5)):
+        for node, step, point in zip(("n0", "n2", "n4"), (1, 3, 5), points, strict=True):
             job.add(node, fault=f"{point}:{step}")
         ledger = job.check()
         assert worlds(job) == [5, 4, 3, 2]
         assert job.lost_and_dropped(ledger) == (0, 0)
 
 
-@pytest.mark.parametrize("loop", ["own", "function"])
-@pytest.mark.parametrize("data", [0, EVERY_SAMPLE])
-@pytest.mark.parametrize("point", ["in-forward", "before-vote"])
+@pytest.mark.parametrize(
+    ("loop", "data", "point"),
+    [
+        ("own", 0, "before-vote"),
+        ("own", EVERY_SAMPLE, "in-forward"),
+        ("function", EVERY_SAMPLE, "before-vote"),
+        extensive("own", 0, "in-forward"),
+        extensive("own", EVERY_SAMPLE, "before-vote"),
+        extensive("function", EVERY_SAMPLE, "in-forward"),
+        extensive("function", 0, "in-forward"),
+        extensive("function", 0, "before-vote"),
+    ],
+)
 def test_outcome_that_some_members_did_not_get(
     nursery: Nursery, tmp_path: Path, loop: str, data: int, point: str
 ) -> None:
@@ -96,7 +117,7 @@ def test_outcome_that_some_members_did_not_get(
 
 
 @pytest.mark.parametrize("data", [0, EVERY_SAMPLE])
-@pytest.mark.parametrize("point", ["in-backward", "before-vote"])
+@pytest.mark.parametrize("point", ["in-backward", extensive("before-vote")])
 def test_loss_outside_drops_the_step(nursery: Nursery, tmp_path: Path, data: int, point: str) -> None:
     with script_job(nursery, tmp_path, 4, "outside", data, micro_batches=8) as job:
         job.add("n1", "n2", "n3")
@@ -107,7 +128,7 @@ def test_loss_outside_drops_the_step(nursery: Nursery, tmp_path: Path, data: int
 
 
 @pytest.mark.parametrize("data", [0, EVERY_SAMPLE])
-@pytest.mark.parametrize("point", ["in-forward", "between"])
+@pytest.mark.parametrize("point", ["in-forward", extensive("between")])
 def test_loss_outside_and_nothing_backwarded(nursery: Nursery, tmp_path: Path, data: int, point: str) -> None:
     with script_job(nursery, tmp_path, 4, "outside", data, micro_batches=4) as job:
         job.add("n1", "n2", "n3")
@@ -118,10 +139,20 @@ def test_loss_outside_and_nothing_backwarded(nursery: Nursery, tmp_path: Path, d
         assert job.lost_and_dropped(ledger) == (0 if data else lost, 0 if point == "in-forward" else 1)
 
 
-@pytest.mark.parametrize("data", [0, EVERY_SAMPLE])
-@pytest.mark.parametrize("loop", ["function", "small_function"])
-@pytest.mark.parametrize("point", ["in-forward", "in-backward", "before-vote"])
-def test_run_step(nursery: Nursery, tmp_path: Path, data: int, loop: str, point: str) -> None:
+@pytest.mark.parametrize(
+    ("loop", "data", "point"),
+    [
+        ("function", EVERY_SAMPLE, "in-backward"),
+        ("small_function", 0, "before-vote"),
+        *(
+            extensive(loop, data, point)
+            for loop in ("function", "small_function")
+            for data in (0, EVERY_SAMPLE)
+            for point in ("in-forward", "in-backward", "before-vote")
+        ),
+    ],
+)
+def test_run_step(nursery: Nursery, tmp_path: Path, loop: str, data: int, point: str) -> None:
     with script_job(nursery, tmp_path, 4, loop, data, micro_batches=8) as job:
         job.add("n1", "n2")
         job.add("n0", fault=f"{point}:2")
@@ -142,8 +173,10 @@ def test_death_in_an_evaluation(nursery: Nursery, tmp_path: Path, data: int) -> 
         assert job.lost_and_dropped(ledger) == (0, 0)
 
 
-@pytest.mark.parametrize("loop", ["own", "function"])
-@pytest.mark.parametrize("data", [0, EVERY_SAMPLE])
+@pytest.mark.parametrize(
+    ("loop", "data"),
+    [("own", 0), ("function", EVERY_SAMPLE), extensive("own", EVERY_SAMPLE), extensive("function", 0)],
+)
 def test_nodes_join_and_leave(nursery: Nursery, tmp_path: Path, loop: str, data: int) -> None:
     options = {"total_steps": 24, "section": {"experts": {"min_replicas": 1}}}
     with script_job(nursery, tmp_path, 3, loop, data, **options) as job:
@@ -161,7 +194,7 @@ def test_nodes_join_and_leave(nursery: Nursery, tmp_path: Path, loop: str, data:
         assert job.lost_and_dropped(ledger) == (0, 0)
 
 
-@pytest.mark.parametrize("data", [0, EVERY_SAMPLE])
+@pytest.mark.parametrize("data", [0, extensive(EVERY_SAMPLE)])
 def test_dropout_is_drawn_again(nursery: Nursery, tmp_path: Path, data: int) -> None:
     with script_job(nursery, tmp_path, 3, "own", data, dropout=0.2) as job:
         job.add("n1", "n2")
