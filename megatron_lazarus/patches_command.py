@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,12 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to those of ``lazarus``."""
     parser = subparsers.add_parser("patches", help=HELP, description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="DIR",
+        help="an unpacked source archive of DeepSpeed, instead of what is installed",
+    )
     parser.set_defaults(run=list_patches)
 
 
@@ -25,9 +32,12 @@ def list_patches(arguments: argparse.Namespace) -> int:
     """Print all patches; 1 if one does not fit."""
     # What fits does not depend on the device, which DeepSpeed would look for.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from megatron_lazarus.patches import ALL, state_of
+    from megatron_lazarus.patches import ALL, state_in, state_of
 
-    found = [(patch, *state_of(patch)) for patch in ALL]
+    if arguments.source is None:
+        found = [(patch, *state_of(patch)) for patch in ALL]
+    else:
+        found = [(patch, *state_in(arguments.source, patch)) for patch in ALL]
     if arguments.json:
         print(json.dumps([_entry(patch, state, why) for patch, state, why in found], indent=1))
     else:

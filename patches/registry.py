@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal
 
-from megatron_lazarus.patches.upstream import Definition, DefinitionError, definition_of
+from megatron_lazarus.patches.upstream import Definition, DefinitionError, definition_in, definition_of
 from packaging.specifiers import SpecifierSet
 
 
@@ -62,9 +63,8 @@ def _upstream_object(patch: Patch) -> Any:
         installed = version(patch.distribution)
     except PackageNotFoundError:
         raise PatchError(f"{patch.target}: {patch.distribution} is not installed") from None
+    _check_version(patch, installed)
     found = f"{patch.distribution} {installed}"
-    if not SpecifierSet(patch.versions, prereleases=True).contains(installed):
-        raise PatchError(f"{patch.target} is for {patch.distribution} {patch.versions}, found {found}")
     try:
         holder, name = _holder(patch.target)
         original = inspect.getattr_static(holder, name)
@@ -77,6 +77,12 @@ def _upstream_object(patch: Patch) -> Any:
     except DefinitionError as error:
         raise PatchError(f"{patch.target} in {found}: {error}") from error
     return original
+
+
+def _check_version(patch: Patch, number: str) -> None:
+    if not SpecifierSet(patch.versions, prereleases=True).contains(number):
+        found = f"found {patch.distribution} {number}"
+        raise PatchError(f"{patch.target} is for {patch.distribution} {patch.versions}, {found}")
 
 
 def check_definition(patch: Patch, definition: Definition, installed: str) -> None:
@@ -103,6 +109,20 @@ def state_of(patch: Patch) -> tuple[State, str]:
         return ("already in" if patch.already_in(_upstream_object(patch)) else "applies"), ""
     except PatchError as error:
         return "does not fit", str(error)
+
+
+def state_in(source: Path, patch: Patch) -> tuple[State, str]:
+    """Whether a patch fits an unpacked source archive, which is only read; and why not."""
+    try:
+        lines = (source / "PKG-INFO").read_text(encoding="utf-8").splitlines()
+        number = next(line.partition(": ")[2] for line in lines if line.startswith("Version: "))
+        _check_version(patch, number)
+        check_definition(patch, definition_in(source, patch.target), number)
+    except (OSError, StopIteration) as error:
+        return "does not fit", f"{source} is no source archive: {error}"
+    except (PatchError, DefinitionError) as error:
+        return "does not fit", str(error)
+    return "applies", ""
 
 
 def apply_all(patches: Iterable[Patch]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +37,9 @@ class StockCheckpoint:
     """A tag directory of ``deepspeed.moe``, opened.
 
     ``groups``, if they are known, or ``rules`` say how the optimizer's groups were made. Without files of an optimizer
-    of ZeRO stage 0, or ``with_state`` false, only weights are taken over (``ep_size`` 0). Raises CheckpointError for
-    what is missing, damaged or of another kind.
+    of ZeRO stage 0, or ``with_state`` false, only weights are taken over (``ep_size`` 0). ``buffers``: names of what is
+    no parameter in the experts of each layer; without them what the file says (DeepSpeed 0.18.9 does not), or types.
+    Raises CheckpointError for what is missing, damaged or of another kind.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class StockCheckpoint:
         rules: Sequence[Rule] = USUAL_RULES,
         groups: ParameterGroups | None = None,
         with_state: bool = True,
+        buffers: Sequence[Collection[str]] | None = None,
     ) -> None:
         self.directory = directory
         self.dense = load(os.path.join(directory, DENSE_FILE))
@@ -61,12 +63,8 @@ class StockCheckpoint:
             raise CheckpointError(
                 f"{directory} counts experts for {len(self.num_experts)} MoE layers, but has {len(self.prefixes)} gates"
             )
-        own = self.dense.get("buffer_names") or ()
-        self._buffer_names = [
-            {name.removeprefix(f"{prefix}0.") for name in own if name.startswith(f"{prefix}0.")}
-            for prefix in self.prefixes
-        ]
         weights = [self._weights(layer, 0) for layer in range(len(self.num_experts))]
+        self._buffer_names = [set(names) for names in buffers] if buffers else self._told_buffers(weights)
         self.shapes = [self._shapes(layer, held, False) for layer, held in enumerate(weights)]
         self.buffers = [self._shapes(layer, held, True) for layer, held in enumerate(weights)]
         if any(count % max(1, self.ep_size) for count in self.num_experts):
@@ -75,6 +73,13 @@ class StockCheckpoint:
                 "do not divide them; layers of different ep_size cannot be converted"
             )
         self._read_groups(rules, groups)
+
+    def _told_buffers(self, weights: Sequence[Mapping[str, Tensor]]) -> list[set[str]]:
+        told = self.dense.get("buffer_names") or ()
+        return [
+            {name for name, value in held.items() if f"{prefix}0.{name}" in told or not value.is_floating_point()}
+            for prefix, held in zip(self.prefixes, weights, strict=True)
+        ]
 
     def _shapes(self, layer: int, weights: dict[str, Tensor], buffers: bool) -> dict[str, list[int]]:
         return {

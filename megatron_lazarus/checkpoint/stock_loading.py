@@ -56,13 +56,14 @@ def load_stock(loader: Loader, load_dir: str, tag: str, with_state: bool, **opti
 
 def _read(loader: Loader, directory: str, with_state: bool) -> tuple[dict[str, Any], Records]:
     experts, module = loader.experts, loader.engine.module
+    buffers = [{spec.name for spec in buffer.layout.buffers} for buffer in experts.buffers]
     try:
-        stock = StockCheckpoint(directory, groups=experts.parameter_groups)
+        stock = StockCheckpoint(directory, groups=experts.parameter_groups, buffers=buffers)
     except CheckpointError:
         if with_state:
             raise
         # Its optimizer may be of any kind then.
-        stock = StockCheckpoint(directory, with_state=False)
+        stock = StockCheckpoint(directory, with_state=False, buffers=buffers)
     if with_state and not stock.ep_size:
         raise CheckpointError(
             f"{directory} has no optimizer state of ZeRO stage 0, the only one that can be taken over; load its "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from megatron_lazarus.checkpoint.files import CheckpointError
 from megatron_lazarus.cli import main
@@ -51,8 +53,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "jitter": ("json", ADAM, {"noisy_gate_policy": "Jitter", "min_capacity": 2}),
     "rsample": ("sgd", {}, {"noisy_gate_policy": "RSample", "drop_tokens": False}),
     "residual": ("whole", {}, {"use_residual": True, "use_rts": False}),
-    "top-3": ("chunks", {}, {"k": 3, "capacity_factor": 0.7}),
+    "top-3": ("chunks", {}, {"k": 3, "drop_tokens": False}),
+    "callable": ("callable", {}, {"use_rts": False}),
 }
+# Before, DeepSpeed asked the wrong file for the optimizer of a float32 run, and got none or another rank's.
+STOCK_RESUMES = Version(version("deepspeed")) >= Version("0.19")
+if STOCK_RESUMES:
+    # Before, of three or more choices it drops those of the lowest logits, but takes no choice for a logit of zero.
+    CASES["top-3, dropping"] = ("split", {}, {"k": 3, "capacity_factor": 0.7})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -75,7 +83,7 @@ FIRST, THEN = 3, 4
 SAVED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "json, residual": ("json", ADAM, {"use_rts": False, "use_residual": True}),
     "split": ("split", {}, {"k": 2, "top2_2nd_expert_sampling": False}),
-    "split into chunks, bf16": ("chunks", {"bf16": {"enabled": True}}, {"k": 3}),
+    "split into chunks, bf16": ("chunks", {"bf16": {"enabled": True}}, {"k": 3, "drop_tokens": False}),
     "whole, sgd": ("sgd", {}, {"use_rts": False, "drop_tokens": False}),
     "one group": ("whole", {}, {"use_rts": False}),
 }
@@ -108,11 +116,13 @@ def then(rank: int, world: int, under: str, folder: str, case: str, ep_size: int
         return stock_script.train(engine, rank, THEN, FIRST), outputs
 
 
-def _same(mine: list[tuple[list[float], Any]], theirs: list[tuple[list[float], Any]], case: str) -> None:
+def _same(
+    mine: list[tuple[list[float], Any]], theirs: list[tuple[list[float], Any]], case: str, go_on: bool = True
+) -> None:
     tolerance = 3e-2 if "bf16" in case else 1e-5
     for (losses, outputs), (expected, expected_outputs) in zip(mine, theirs, strict=True):
         assert torch.allclose(outputs, expected_outputs, rtol=0, atol=tolerance)
-        assert losses == pytest.approx(expected, abs=tolerance)
+        assert losses[: None if go_on else 1] == pytest.approx(expected[: None if go_on else 1], abs=tolerance)
 
 
 @pytest.mark.parametrize("case", SAVED)
@@ -129,7 +139,7 @@ def test_new_checkpoints_export_back(workers: Pools, tmp_path: Path, case: str) 
     ours, stock = tmp_path / "ours", tmp_path / "stock"
     expected = workers(WORLD)(first, "lazarus", str(ours), case, ep_size)
     assert main(["checkpoint", "export", str(ours), str(stock), "--ep-size", str(ep_size), "--world-size", "2"]) == 0
-    _same(workers(WORLD)(then, "stock", str(stock), case, ep_size), expected, case)
+    _same(workers(WORLD)(then, "stock", str(stock), case, ep_size), expected, case, STOCK_RESUMES or "bf16" in case)
 
 
 @pytest.mark.parametrize("case", ["json, residual", "split", "whole, sgd"])
