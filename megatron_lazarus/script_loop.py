@@ -282,7 +282,8 @@ class ScriptLoop:
         where = self.engine.global_steps - (step.dropped is None)
         if step.dropped is not None:
             self.dropped_steps += 1
-            self._say("step dropped", f"step {where} is dropped: {step.dropped}", steps=where, why=step.dropped)
+            told = {"steps": where, "total": self.dropped_steps, "why": step.dropped}
+            self._say("step dropped", f"step {where} is dropped: {step.dropped}", **told)
             self.engine.protocol.abandon()
         if in_use is not None:
             in_use.dropped() if step.dropped is not None else in_use.committed()
