@@ -53,9 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     one.add_argument(
         "--optimizer-groups",
         choices=("split", "together"),
-        default="split",
         help="split: experts in groups of their own, as with an optimizer from the JSON or after "
-        "split_params_into_different_moe_groups_for_optimizer; together: as in the script's own groups (default split)",
+        "split_params_into_different_moe_groups_for_optimizer; together: as in the script's own groups (default: as in "
+        "the script that wrote the checkpoint)",
     )
     _add_conversion(one)
     one = command("import", _import, "take over a checkpoint of deepspeed.moe (optimizer state: from ZeRO stage 0)")
@@ -256,7 +256,7 @@ def _export(arguments: argparse.Namespace) -> int:
             arguments.ep_size,
             arguments.tag,
             world_size=arguments.world_size,
-            split=arguments.optimizer_groups == "split",
+            split={"split": True, "together": False}.get(arguments.optimizer_groups),
             progress=progress,
             **_rules(arguments),
         )

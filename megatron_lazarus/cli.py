@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_lazarus import checkpoint_command, doctor_command, plan_command, submit_command
+from megatron_lazarus import checkpoint_command, doctor_command, patches_command, plan_command, submit_command
 from megatron_lazarus.elastic import join_command, run_command
 from megatron_lazarus.reporting import run_report
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     join_command.add_parser(subparsers)
     submit_command.add_parser(subparsers)
     doctor_command.add_parser(subparsers)
+    patches_command.add_parser(subparsers)
     run_report.add_parser(subparsers)
     checkpoint_command.add_parser(subparsers)
     arguments = parser.parse_args(argv)

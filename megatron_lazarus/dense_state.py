@@ -25,6 +25,7 @@ def pack(engine: Any) -> bytes:
         "guard": engine.guard.state(),
         "loads": [torch.from_numpy(load) for load in engine.experts.loads],
         "counted": engine.experts.counted,
+        "script": engine.script_loop.counters(),
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -47,3 +48,4 @@ def unpack(data: bytes, engine: Any) -> None:
     engine.guard.restore(state["guard"])
     engine.experts.loads = [load.numpy() for load in state["loads"]]
     engine.experts.counted = state["counted"]
+    engine.script_loop.adopt(state["script"])

@@ -1,4 +1,8 @@
-"""``lazarus doctor --job FILE``: what in a Slurm batch script works against a job that survives lost nodes."""
+"""``lazarus doctor``: what will not work here; with ``--job FILE`` what in a batch script works against surviving.
+
+The first looks at the installed software, the devices, the network, the clock and the folders for checkpoints and
+leases, by trying them; the second reads a Slurm batch script.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lazarus.config import load_config
+from megatron_lazarus.config import LazarusConfig, load_config
 from megatron_lazarus.elastic.settings import ElasticConfig
 
 _LONG = {
@@ -210,24 +214,55 @@ def _about_step(step: Command, in_array: bool) -> Iterator[Finding]:
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to those of ``lazarus``."""
-    doctor = subparsers.add_parser("doctor", help="find what in a batch script works against surviving")
-    doctor.add_argument("--job", required=True, metavar="FILE", help="a Slurm batch script; - is the standard input")
-    doctor.add_argument("--config", type=Path, metavar="JSON", help='DeepSpeed JSON with the "lazarus.elastic" section')
+    doctor = subparsers.add_parser(
+        "doctor", help="say what will not work here, or in a batch script", description=__doc__
+    )
+    doctor.add_argument("--job", metavar="FILE", help="a Slurm batch script instead of this host; - is standard input")
+    doctor.add_argument("--config", type=Path, metavar="JSON", help='DeepSpeed JSON with the "lazarus" section')
     doctor.add_argument("--kill-wait", type=float, metavar="S", help="the site's KillWait; default: as scontrol says")
+    doctor.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where checkpoints will be saved (default: .)",
+    )
     doctor.set_defaults(run=run_doctor)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the findings; 1 if there are any, 2 if it could not look."""
     try:
+        section = {} if arguments.config is None else load_config(arguments.config).get("lazarus", {})
+        elastic = LazarusConfig.from_json(section).elastic
+        if arguments.job is None:
+            return _examine_host(elastic, arguments.checkpoint_dir)
         text = sys.stdin.read() if arguments.job == "-" else Path(arguments.job).read_text(encoding="utf-8")
-        section = (
-            {} if arguments.config is None else load_config(arguments.config).get("lazarus", {}).get("elastic", {})
-        )
-        grace = ElasticConfig(**section).drain_grace_s
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         print(f"lazarus doctor: {error}", file=sys.stderr)
         return 2
+    return _examine_job(arguments, text, elastic.drain_grace_s)
+
+
+def _examine_host(elastic: ElasticConfig, checkpoint_dir: Path) -> int:
+    from megatron_lazarus.stack_check import check_stack
+    from megatron_lazarus.storage_check import check_folder
+
+    checks = [*check_stack(elastic.interface), *check_folder(checkpoint_dir, "checkpoints")]
+    if elastic.lease_path is not None:
+        checks += check_folder(Path(elastic.lease_path), "lease")
+    problems = [check for check in checks if check.problem]
+    for check in checks:
+        print(f"{'!!' if check.problem else 'ok'} {check.what:14} {check.found}")
+        if check.problem:
+            print(f"   {'':14} will not work: {check.problem}")
+    print(
+        f"{len(problems)} of {len(checks)} checks found something" if problems else f"all {len(checks)} checks passed"
+    )
+    return int(bool(problems))
+
+
+def _examine_job(arguments: argparse.Namespace, text: str, grace: float) -> int:
     kill_wait = _kill_wait() if arguments.kill_wait is None else arguments.kill_wait
     findings = examine(text, grace, kill_wait)
     for finding in findings:

@@ -27,8 +27,12 @@ from megatron_lazarus.planning.batches import micro_batches
 from megatron_lazarus.planning.plan import Plan
 from megatron_lazarus.rebalancing import Rebalancer
 from megatron_lazarus.recovery import Elastic
+from megatron_lazarus.reporting.memory_note import MemoryNote
 from megatron_lazarus.rng import seed_micro_batch
+from megatron_lazarus.script_interface import ScriptInterface
+from megatron_lazarus.script_loop import ScriptLoop
 from megatron_lazarus.step import StepProtocol, StepResult
+from megatron_lazarus.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ MicroBatchFn = Callable[[int, int], Any]
 """(step, micro-batch number) -> the model's arguments: a mapping, a sequence or one tensor."""
 
 
-class LazarusEngine:
+class LazarusEngine(ScriptInterface):
     """What ``megatron_lazarus.initialize`` returns. Attributes it does not have are those of its DeepSpeedEngine.
 
     ``train_batch`` drives whole steps from numbered micro-batches, and its result does not depend on the number of
@@ -58,13 +62,11 @@ class LazarusEngine:
         gradient_clipping: float,
         seed: int,
         elastic: Elastic | None = None,
+        data: TrainingData | None = None,
     ) -> None:
         self.deepspeed_engine = ds_engine
         self.experts, self.sizes, self.config, self.seed = experts, sizes, config, seed
-        self._micro_step = 0
-        self._loss_sum: Tensor | None = None
-        self._step_began: float | None = None
-        self._memory_logged = False
+        self._log_memory, self._finished = MemoryNote(), False
         self.guard = LossGuard(config.guard)
         # Losses are divided by the number of micro-batches, whatever the number of ranks: reduction is a sum.
         ds_engine.gradient_average = False
@@ -79,9 +81,12 @@ class LazarusEngine:
         self._checkpoint = self.protocol.checkpoint = ExpertCheckpoint(ds_engine, experts, config.checkpoint)
         experts.before_change = self._checkpoint.before_update
         self._elastic = elastic
+        self.script_loop = ScriptLoop(self, data, elastic)
+        if data is not None:
+            ds_engine.training_dataloader = data
+            data.begins = ds_engine.tput_timer.start
         if elastic is not None:
             elastic.attach(self)
-        self._set_boundary()
 
     @property
     def rank(self) -> int:
@@ -118,15 +123,16 @@ class LazarusEngine:
         if self._elastic is None:
             if self.rebalancer.due(self.global_steps):
                 self.rebalancer.run(self.global_steps)
-            return self._train_step(micro_batch_fn)
+            result = self._train_step(micro_batch_fn)
+            self.after_step()
+            return result
         result = self._elastic.run(
             lambda: self._train_step(micro_batch_fn),
             lambda _: {"vote": self.protocol.vote_json()},
             lambda _: self.protocol.result(),
             between_steps=True,
         )
-        if self.global_steps % self.config.elastic.audit_interval == 0:
-            self._together(lambda: [str(finding) for finding in audit(self)])
+        self.after_step()
         return result
 
     def eval_batch(self, micro_batch_fn: MicroBatchFn, num_micro_batches: int) -> dict[str, float]:
@@ -141,8 +147,11 @@ class LazarusEngine:
     def finish(self) -> None:
         """Wait for the last checkpoint, and under a coordinator for every member; to be called once, at the end.
 
-        Raises CheckpointError if it fails and ``lazarus.checkpoint.strict`` is true.
+        Raises CheckpointError if it fails and ``lazarus.checkpoint.strict`` is true. Called again it does nothing.
         """
+        if self._finished:
+            return
+        self._finished = True
         self._together(self._checkpoint.finish)
         self._checkpoint.close()
         if self._elastic is not None:
@@ -177,8 +186,6 @@ class LazarusEngine:
     def settle(self) -> None:
         """After a change of the world: nothing of an interrupted micro-batch remains."""
         self._context.ghost, self._context.phase = False, "forward"
-        self._micro_step, self._loss_sum = 0, None
-        self._set_boundary()
 
     def _train_step(self, micro_batch_fn: MicroBatchFn) -> StepResult:
         started = time.monotonic()
@@ -197,7 +204,7 @@ class LazarusEngine:
             self.deepspeed_engine.set_gradient_accumulation_boundary(index == rounds - 1)
             self._context.ghost = ghost
             loss, metrics = self._forward(arguments)
-            self._log_memory()
+            self._log_memory(self.experts)
             self._backward(loss * (0.0 if ghost else 1.0 / total))
             add_values(sums, {"loss": loss, **metrics}, ghost)
         self._context.ghost = False
@@ -228,63 +235,18 @@ class LazarusEngine:
         totals = self.protocol.all_reduce([sums[name] for name in sorted(sums)])
         return {name: value / num_micro_batches for name, value in zip(sorted(sums), totals, strict=True)}
 
-    # -- loops that the script drives ---------------------------------------------------------------------------
+    # -- details --------------------------------------------------------------------------------------------------
 
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.forward(*inputs, **kwargs)
+    @property
+    def place(self) -> str:
+        """Rank, step and, under a coordinator, node and generation, for messages."""
+        at = f"rank {self.rank}, step {self.global_steps}"
+        return at if self._elastic is None else f"{at}, {self._elastic.membership.place}"
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Forward of the module, as DeepSpeed's."""
-        if self._step_began is None:
-            self._step_began = time.monotonic()
-        return self.deepspeed_engine.forward(*inputs, **kwargs)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward of one micro-batch of this rank's ``gradient_accumulation_steps``; returns the scaled loss.
-
-        Raises RuntimeError if the global batch cannot be shared out evenly, which only ``train_batch`` can do, and
-        under a coordinator, where only ``train_batch`` can repeat what a lost node has interrupted.
-        """
-        if self._elastic is not None:
-            raise RuntimeError("under a coordinator steps must be engine.train_batch, which can repeat them")
-        if self.sizes.micro_batches % self.world_size:
-            raise RuntimeError(
-                f"{self.sizes.micro_batches} micro-batches of a global batch do not divide by {self.world_size} ranks; "
-                "a loop of your own needs that it does, engine.train_batch does not"
-            )
-        accumulation = self.deepspeed_engine.gradient_accumulation_steps()
-        scale = 1.0 / (self.world_size * (accumulation if scale_wrt_gas else 1))
-        self._context.loss_scale = scale
-        self._backward(loss * scale, retain_graph)
-        term = loss.detach().double()
-        self._loss_sum = term if self._loss_sum is None else self._loss_sum + term
-        return loss / accumulation if scale_wrt_gas else loss
-
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Count a micro-step; at the accumulation boundary take the optimizer step, unless it must be skipped."""
-        self._micro_step += 1
-        if self._micro_step % self.deepspeed_engine.gradient_accumulation_steps():
-            self.deepspeed_engine.micro_steps += 1
-            self._set_boundary()
-            return
-        assert self._loss_sum is not None, "step() needs a backward() first"
-        self.protocol.finish(
-            {"loss": self._loss_sum},
-            self.world_size * self.deepspeed_engine.gradient_accumulation_steps(),
-            "the script's own batches",
-            lr_kwargs,
-        )
-        self._loss_sum = None
-        self._set_boundary()
-        if self._step_began is not None:
-            self.rebalancer.observe(time.monotonic() - self._step_began)
-        self._step_began = None
-        if self.rebalancer.due(self.global_steps):
-            self.rebalancer.run(self.global_steps)
-
-    def _set_boundary(self) -> None:
-        accumulation = self.deepspeed_engine.gradient_accumulation_steps()
-        self.deepspeed_engine.set_gradient_accumulation_boundary((self._micro_step + 1) % accumulation == 0)
+    def after_step(self) -> None:
+        """What is due when a step is complete on all ranks."""
+        if self._elastic is not None and self.global_steps % self.config.elastic.audit_interval == 0:
+            self._together(lambda: [str(finding) for finding in audit(self)])
 
     # -- one micro-batch ----------------------------------------------------------------------------------------
 
@@ -304,22 +266,6 @@ class LazarusEngine:
             self.deepspeed_engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
         finally:
             self._context.phase = "forward"
-
-    def _log_memory(self) -> None:
-        """Once, after the first forward: what dropless routing may cost before any backward runs."""
-        layers = self.experts.layers
-        if self._memory_logged or not layers:
-            return
-        self._memory_logged = True
-        sizes = [layer.peak_activation_bytes(layer.tokens_in_last_forward) for layer in layers]
-        balanced, worst = (sum(size[index] for size in sizes) / 2**20 for index in range(2))
-        if self.rank == 0:
-            logger.info(
-                "expert activations per rank: %.1f MiB with balanced routing, at most %.1f MiB if every token of a "
-                "micro-batch round came to one rank (bound it with lazarus.experts.max_tokens_per_expert_chunk)",
-                balanced,
-                worst,
-            )
 
     # -- queries and checkpoints --------------------------------------------------------------------------------
 
@@ -351,7 +297,7 @@ class LazarusEngine:
         Raises CheckpointError, before anything is written, for a ``client_state`` that could not be loaded safely, and
         where a failed save must stop the run.
         """
-        state, attempts = client_state or {}, itertools.count()
+        state, attempts = self.script_loop.add_position(client_state or {}), itertools.count()
         return self._together(
             lambda: self._checkpoint.save(
                 save_dir, tag, state, save_latest, exclude_frozen_parameters, again=next(attempts) > 0, wait=wait
@@ -370,9 +316,13 @@ class LazarusEngine:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint written at any world size and placement; (None, None) if there is none.
 
-        Without ``tag`` the newest undamaged one. Raises CheckpointError, before anything is changed, if there is only
-        damage, or for a checkpoint of another model.
+        Without ``tag`` the newest undamaged one. In a process that has just joined a running job nothing is loaded: it
+        has that job's state. Raises CheckpointError, before anything is changed, if there is only damage, or for a
+        checkpoint of another model; ConfigError for a position in other ``training_data``.
         """
+        if self._elastic is not None and self._elastic.is_newcomer:
+            logger.info("%s: nothing is loaded, the state is that of the running job", self.place)
+            return None, None
         loaded: list[tuple[str | None, dict[str, Any] | None]] = []
 
         def load() -> None:
@@ -386,6 +336,7 @@ class LazarusEngine:
                 custom_load_fn=custom_load_fn,
             )
             self.experts.optimizer.load_steps()
+            self.script_loop.take_position(result[1], load_module_only)
             loaded.append(result)
             if self.world_size > 1:
                 # Where another rank has passed it, this one has loaded everything too.

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_lazarus.checkpoint.parameter_groups import ParameterGroups
 from megatron_lazarus.moe.communication import Communicator
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.dispatch import IntArray, Quotas, replica_quotas
@@ -32,10 +33,10 @@ class ExpertState:
     """What is exchanged, clipped, stepped, saved and moved of the experts, for one rank of one world.
 
     ``buffers[layer]`` are this rank's records under ``plan``; without a plan they are empty, until ``change_plan``.
-    ``base`` is the client optimizer, whose options and learning rates the experts follow. ``loads[layer]`` are the
-    tokens of each expert a step, in the mean of the committed ones of about ``load_steps``, the older the less they
-    count; before the first one, equal. ``counted`` is how many steps they stand for. ``before_change`` is called
-    before records move.
+    ``base`` is the client optimizer, whose options and learning rates the experts follow; ``parameter_groups`` says
+    what the script has put into its groups. ``loads[layer]`` are the tokens of each expert a step, in the mean of the
+    committed ones of about ``load_steps``, the older the less they count; before the first one, equal. ``counted`` is
+    how many steps they stand for. ``before_change`` is called before records move.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ExpertState:
         context: StepContext,
         rank: int,
         base: torch.optim.Optimizer,
+        parameter_groups: ParameterGroups,
         exchange: Backend = "all_to_all",
         quotas: Quotas = replica_quotas,
         load_steps: int = 50,
@@ -55,6 +57,7 @@ class ExpertState:
         self._base, self._backend = base, exchange
         self._plan = plan
         self.buffers, self.rank = list(buffers), rank
+        self.parameter_groups = parameter_groups
         self.loads = [np.ones(layer.num_experts) for layer in layers]
         self.counted = 0.0
         self._load_memory = 1.0 - 1.0 / max(2, load_steps)
@@ -109,10 +112,13 @@ class ExpertState:
             self.loads[index] = (self.loads[index] * before + layer.load) / self.counted
             layer.gate.update_expert_bias(torch.from_numpy(layer.load))
 
-    def clear_step(self) -> None:
-        """Forget gradients and the load of the step."""
+    def clear_gradients(self) -> None:
         for buffer in self.buffers:
             buffer.gradients.zero_()
+
+    def clear_step(self) -> None:
+        """Forget gradients and the load of the step."""
+        self.clear_gradients()
         for layer in self.layers:
             layer.load[:] = 0
 

@@ -29,16 +29,23 @@ from megatron_lazarus.config import (
 )
 from megatron_lazarus.engine import LazarusEngine
 from megatron_lazarus.expert_state import ExpertState
-from megatron_lazarus.joining import elastic_from_environment, joins_coordinator, private_world
+from megatron_lazarus.joining import (
+    elastic_from_environment,
+    joins_coordinator,
+    private_world,
+    without_shared_memory_extension,
+)
 from megatron_lazarus.moe.balanced_split import balanced_quotas
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.dispatch import replica_quotas
 from megatron_lazarus.moe.layer import MoELayer
 from megatron_lazarus.moe.optimizer import optimizer_kind, record_state_names
 from megatron_lazarus.moe.records import RecordBuffer, RecordLayout
-from megatron_lazarus.patches import ALL, apply_all
+from megatron_lazarus.optimizer_groups import groups_of
+from megatron_lazarus.patches import ALWAYS, apply_all, unpatched
 from megatron_lazarus.placing import plan_for
 from megatron_lazarus.planning.plan import Placement, Plan
+from megatron_lazarus.training_data import training_loader
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +68,20 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Mapping[str, Any] | None = None,
     *,
-    seed: int = 1234,
+    seed: int | None = None,
     plan: Plan | None = None,
 ) -> tuple[LazarusEngine, Any, Any, Any]:
     """Take ``deepspeed.initialize``'s arguments and return its four values, the engine being a LazarusEngine.
 
-    ``seed`` keys the random numbers of every (step, micro-batch). ``plan`` fixes the placement of experts for good; by
-    default it is planned from uniform loads, and changed when loads change. Raises ConfigError or ValueError, before
-    any process group is made, for what cannot work.
+    ``seed`` keys the random numbers of every (step, micro-batch), by default 1234, and the order of ``training_data``,
+    by default 0 as in DeepSpeed. The loader that is returned for it is a TrainingData. ``plan`` fixes the placement of
+    experts for good; by default it is planned from uniform loads, and changed when loads change. Raises ConfigError or
+    ValueError, before any process group is made, for what cannot work.
     """
     if model is None:
         raise ConfigError("megatron_lazarus.initialize requires a model")
-    args, ds_config = _config_of(args, config if config is not None else config_params)
+    args, ds_config = read_config(args, config, config_params)
+    data_seed, seed = (0, 1234) if seed is None else (seed, seed)
     section = LazarusConfig.from_json(ds_config.pop("lazarus", {}))
     if not section.enabled:
         raise ConfigError('"lazarus.enabled" is false; call deepspeed.initialize instead')
@@ -86,9 +95,11 @@ def initialize(
     sizes = batch_sizes(ds_config, world_size)
     if joins and "train_batch_size" not in ds_config:
         raise ConfigError('"train_batch_size" is missing; a run whose ranks come and go needs a fixed global batch')
+    data = None if training_data is None else training_loader(training_data, sizes, ds_config, data_seed, collate_fn)
     if plan is not None:
         section = replace(section, experts=replace(section.experts, rebalance_interval=None))
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    _refuse_stock_layers(model)
     for layer in layers:
         if not joins:
             slots_per_rank(section.experts, layer.num_experts, world_size)
@@ -98,9 +109,8 @@ def initialize(
     import deepspeed
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
-    apply_all(ALL)
-    # A worker killed while it builds this extension leaves a lock that every later start would wait for.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    apply_all(ALWAYS)
+    without_shared_memory_extension()
     elastic = elastic_from_environment(ds_config) if joins else None
     if elastic is not None:
         # DeepSpeed's constructor runs collectives in which no other member would take part.
@@ -109,13 +119,17 @@ def initialize(
         from deepspeed.accelerator import get_accelerator
 
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), distributed_port=distributed_port)
+    if model_parameters is not None:
+        model_parameters = list(model_parameters)
+    parameter_groups = groups_of(
+        model, layers, optimizer, model_parameters, bool((ds_config.get("bf16") or {}).get("enabled"))
+    )
     optimizer, model_parameters, option_groups = _take_experts_out(layers, optimizer, model_parameters)
-    ds_engine, ds_optimizer, dataloader, scheduler = deepspeed.initialize(
+    ds_engine, ds_optimizer, _, scheduler = unpatched("deepspeed:initialize")(
         args=args,
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
-        training_data=training_data,
         lr_scheduler=lr_scheduler,
         distributed_port=distributed_port,
         mpu=mpu,
@@ -127,8 +141,7 @@ def initialize(
     state_names = record_state_names(ds_engine.basic_optimizer)
     layouts = []
     for layer, groups in zip(layers, option_groups, strict=True):
-        # DeepSpeed converts the parameters it finds registered; these it did not find.
-        layer.experts.to(device=ds_engine.device, dtype=torch.bfloat16 if ds_engine.bfloat16_enabled() else None)
+        _convert(layer.experts, ds_engine)
         layouts.append(layer.experts.layout(groups, state_names))
     if elastic is None:
         uniform = [np.ones(layer.num_experts) for layer in layers]
@@ -150,6 +163,7 @@ def initialize(
             StepContext(),
             rank,
             ds_engine.basic_optimizer,
+            parameter_groups,
             quotas=balanced_quotas if section.experts.split == "balanced" else replica_quotas,
             # Loads of the interval before the last one weigh next to nothing.
             load_steps=(section.experts.rebalance_interval or 150) // 3,
@@ -159,12 +173,17 @@ def initialize(
         gradient_clipping=float(ds_config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)),
         seed=seed,
         elastic=elastic,
+        data=data,
     )
-    return engine, ds_optimizer, dataloader, scheduler
+    return engine, ds_optimizer, data, scheduler
 
 
-def _config_of(args: Any, config: Any) -> tuple[Any, dict[str, Any]]:
-    """The DeepSpeed config as a dict, and the arguments without the path it may have come from."""
+def read_config(args: Any, config: Any, config_params: Any = None) -> tuple[Any, dict[str, Any]]:
+    """The DeepSpeed config as a dict, and the arguments without the path it may have come from.
+
+    Raises ConfigError if there is none, or more than one.
+    """
+    config = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)
     if config is not None and from_args is not None:
         raise ConfigError(f"config is given twice: as an argument, and as --deepspeed_config {from_args}")
@@ -195,6 +214,16 @@ def _refuse_model_parallelism(model: nn.Module, mpu: Any) -> None:
             raise ConfigError(f"mpu reports a {name} size of {size()}; only 1 is supported")
 
 
+def _refuse_stock_layers(model: nn.Module) -> None:
+    stock = unpatched("deepspeed.moe.layer:MoE")
+    for name, module in model.named_modules():
+        if isinstance(module, stock):
+            raise ConfigError(
+                f"{name!r} is a layer of DeepSpeed's own class deepspeed.moe.layer.MoE; start the script through "
+                "megatron_lazarus.launch or lazarus run, which replace it, or construct megatron_lazarus.MoELayer"
+            )
+
+
 def _expected_world() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
@@ -214,6 +243,16 @@ def _take_experts_out(layers: list[MoELayer], optimizer: Any, model_parameters: 
     }
     frozen = {id(p) for layer in layers for _, _, p in layer.experts.local_parameters() if not p.requires_grad}
     options: OptionGroups = [{} for _ in layers]
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+
+    def alike(one: int | None, other: int) -> bool:
+        # DeepSpeed splits groups of experts that are large.
+        return one == other or (
+            one is not None
+            and max(one, other) < len(groups)
+            and {k: v for k, v in groups[one].items() if k != "params"}
+            == {k: v for k, v in groups[other].items() if k != "params"}
+        )
 
     def without_experts(parameters: Iterable[nn.Parameter], group: int) -> list[nn.Parameter]:
         kept = []
@@ -222,7 +261,7 @@ def _take_experts_out(layers: list[MoELayer], optimizer: Any, model_parameters: 
                 kept.append(parameter)
             elif id(parameter) not in frozen:
                 layer, name = home[id(parameter)]
-                if options[layer].setdefault(name, group) != group:
+                if not alike(options[layer].setdefault(name, group), group):
                     raise ConfigError(
                         f"experts of MoE layer {layer} have their {name!r} in optimizer groups "
                         f"{options[layer][name]} and {group}; all experts of a layer need the same options"
@@ -251,6 +290,24 @@ def _take_experts_out(layers: list[MoELayer], optimizer: Any, model_parameters: 
     for layer in layers:
         layer.experts.detach()
     return optimizer, model_parameters, options
+
+
+def _convert(experts: nn.Module, ds_engine: Any) -> None:
+    """What DeepSpeed did to the modules that it found registered, these not among them."""
+    experts.to(device=ds_engine.device)
+    if not ds_engine.bfloat16_enabled():
+        return
+    if not hasattr(ds_engine, "_mixed_precision_dtypes"):
+        experts.to(dtype=torch.bfloat16)
+        return
+    # It then leaves buffers as they are, unless the JSON says otherwise.
+    parameters, buffers = ds_engine._mixed_precision_dtypes()
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = parameters if isinstance(tensor, nn.Parameter) else buffers
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    experts._apply(convert)
 
 
 def _rank_nodes(world_size: int) -> tuple[int, ...]:
@@ -284,7 +341,7 @@ def _into_records(layer: MoELayer, layout: RecordLayout, placement: Placement, r
         record = layer.experts.initial_record(layout, expert, buffer.rows.device)
         if placement.world_size > 1:
             # Ranks that seeded alike hold the same values anyway; else this is where DeepSpeed would have built it.
-            dist.broadcast(record.rows, src=expert * placement.world_size // layer.num_experts)
+            dist.broadcast(record.rows, src=layer.initial_rank(expert, placement.world_size))
         for slot, held in enumerate(buffer.experts):
             if held == expert:
                 buffer.rows[slot] = record.rows[0]

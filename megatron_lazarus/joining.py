@@ -23,6 +23,16 @@ def joins_coordinator(config: LazarusConfig) -> bool:
     return config.elastic.enabled and "LAZARUS_COORDINATOR" in os.environ
 
 
+def without_shared_memory_extension() -> None:
+    """Keep DeepSpeed from compiling it when its back end is made.
+
+    A worker that is killed meanwhile leaves a lock for which every later start would wait.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def private_world() -> None:
     """A world of this process alone, without an address, in which constructors may run their collectives."""
     from deepspeed.accelerator import get_accelerator

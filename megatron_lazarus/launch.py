@@ -10,7 +10,9 @@ is 0, too, when its launcher is killed. Nothing here outlives DeepSpeed's launch
 The coordinator listens at MASTER_ADDR:MASTER_PORT. Several hosts need either a log folder that they share, through
 which they get the job's token, or a line ``LAZARUS_TOKEN=…`` in ``.deepspeed_env``, the same for all.
 
-Without a ``"lazarus"`` section that is enabled and elastic, the script runs as if this module were not there.
+With an enabled ``"lazarus"`` section the script runs through ``megatron_lazarus.script``, which puts lazarus in place
+of ``deepspeed.moe.layer.MoE`` and ``deepspeed.initialize``; without one it runs as if this module were not there. Where
+the section's ``elastic`` part is disabled there are no agents: DeepSpeed's launcher has started the script's ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lazarus.config import ConfigError, LazarusConfig, load_config
+from megatron_lazarus.config import ConfigError, LazarusConfig
 from megatron_lazarus.elastic.agent import START_LIMIT_S, Agent
 from megatron_lazarus.elastic.follower import Follower
 from megatron_lazarus.elastic.journal import ENDED_WELL, JOB_FILE, RESULT_FILE, read_json, write_json
@@ -54,6 +56,7 @@ from megatron_lazarus.elastic.run_command import (
     start_service,
 )
 from megatron_lazarus.elastic.settings import HANDSHAKE_TIMEOUT_S, SHUTDOWN_LIMIT_S, ElasticConfig
+from megatron_lazarus.script_command import config_of, enabled_section, python_command
 
 logger = logging.getLogger(__name__)
 
@@ -107,17 +110,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _elastic_section(arguments: argparse.Namespace) -> LazarusConfig | None:
-    path = arguments.lazarus_config
-    words = arguments.arguments
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == "--deepspeed_config" and arguments.lazarus_config is None:
-            path = value if equals else next(iter(words[index + 1 :]), None)
-    section = None if path is None else load_config(path).get("lazarus")
-    if section is None:
-        return None
-    config = LazarusConfig.from_json(section)
-    return config if config.enabled and config.elastic.enabled else None
+    config = enabled_section(config_of(arguments.lazarus_config, arguments.arguments))
+    return config if config is not None and config.elastic.enabled else None
 
 
 def _settings(elastic: ElasticConfig, nodes: int, min_nodes: int | None) -> ElasticConfig:
@@ -132,9 +126,9 @@ def _settings(elastic: ElasticConfig, nodes: int, min_nodes: int | None) -> Elas
 
 def _command(arguments: argparse.Namespace, local_rank: int | None) -> list[str]:
     """The script's, as DeepSpeed's launcher would have it."""
-    script = ["-m", arguments.script] if arguments.module else [arguments.script]
     rank = [] if local_rank is None else [f"--local_rank={local_rank}"]
-    return [sys.executable, "-u", *script, *rank, *arguments.arguments]
+    config = config_of(arguments.lazarus_config, arguments.arguments)
+    return python_command(arguments.script, arguments.module, [*rank, *arguments.arguments], config, unbuffered=True)
 
 
 def _wait_for(leader: int) -> int:

@@ -54,7 +54,7 @@ def hold_everything(
         restore_lost(experts, engine._checkpoint, lost, generation.rank, generation.world_size)
     for layer, expert in lost if fresh else ():
         # Built alike on every rank; of each expert one rank's values count.
-        if expert * generation.world_size // counts[layer] == generation.rank:
+        if experts.layers[layer].initial_rank(expert, generation.world_size) == generation.rank:
             layout = experts.buffers[layer].layout
             experts.adopt(layer, experts.layers[layer].experts.initial_record(layout, expert, engine.device))
     if lost:

@@ -25,12 +25,13 @@ from megatron_lazarus.elastic.process_groups import BuildFailed, ProcessGroups, 
 from megatron_lazarus.handshake import Report
 from megatron_lazarus.json_exchange import broadcast_bytes, broadcast_json, gather_json
 from megatron_lazarus.lost_experts import hold_everything
-from megatron_lazarus.placing import plan_for, spread
+from megatron_lazarus.placing import plan_for
 from megatron_lazarus.planning.mapping import map_plan
 from megatron_lazarus.planning.plan import Plan
 from megatron_lazarus.repoint import repoint
 from megatron_lazarus.reporting.goodput import Goodput, Laps
 from megatron_lazarus.stragglers import StragglerReports
+from megatron_lazarus.world_change import agree_on_change
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,6 @@ REGROUP_LIMIT_S = 300.0
 
 PUBLISH_LIMIT_S = 30.0
 """How long the coordinator may take to say whether a checkpoint may be published."""
-
-CHANGE_LIMIT_S = 10.0
-"""How long a change of the world waits for a checkpoint that is being written, before that counts as failed."""
 
 Outcome = TypeVar("Outcome")
 
@@ -80,6 +78,20 @@ class Elastic:
         return self.membership.generation
 
     @property
+    def is_newcomer(self) -> bool:
+        """Whether this process came into a run that had begun, and has done none of its steps yet."""
+        return self.joined_running and not self._has_trained
+
+    @property
+    def present(self) -> frozenset[str]:
+        """The ranks of this generation, by names that they keep as long as they live."""
+        return frozenset(
+            f"{member.node}.{rank}, here since generation {member.joined}"
+            for member in self._generation.members
+            for rank in range(member.ranks)
+        )
+
+    @property
     def _begins(self) -> int | None:
         """The number of the step that is done next, -1 if this process has no state; None: what is next is no step."""
         if not self._in_step:
@@ -97,7 +109,7 @@ class Elastic:
         engine._checkpoint.history.report = self.membership.event
         if threading.current_thread() is threading.main_thread():
             self.membership.drain_on_signals()
-        engine.rebalancer.report = self.membership.event
+        engine.rebalancer.report = engine.script_loop.tell = self.membership.event
         engine.protocol.wants_change = lambda: bool(self.membership.pending)
         if dist.is_initialized():
             # The private world in which the engine was built.
@@ -181,6 +193,10 @@ class Elastic:
         clock.lap("plan")
         engine.experts.change_plan(plan, generation.rank, held)
         engine.settle()
+        engine.script_loop.settle(
+            [report.script if report.operation is not None else None for report in reports],
+            [newest is not None and report.operation == newest.operation for report in reports],
+        )
         engine.rebalancer.settled(engine.global_steps)
         watch = StragglerReports(self.membership.event, generation.nodes, generation.rank_nodes, engine.experts)
         engine.protocol.observe_waits = watch if generation.rank == 0 else lambda waited: None
@@ -194,6 +210,7 @@ class Elastic:
             "saves": self._saved,
             "holdings": self._engine.experts.holdings,
             "counted": self.goodput.since_begin(),
+            "script": self._engine.script_loop.report(),
         }
         return [Report.from_json(entry) for entry in gather_json(mine)]
 
@@ -208,7 +225,7 @@ class Elastic:
             self._finished_elsewhere = newest.outcome
             if "vote" in newest.outcome:
                 self._engine.protocol.decide_from(newest.outcome["vote"])
-            self._completed(newest.outcome)
+            self.completed(newest.outcome)
         else:
             self._engine.protocol.abandon()
 
@@ -253,28 +270,26 @@ class Elastic:
         ``attempt`` raises of its own, and RuntimeError where the members are not about to do the same.
         """
         self._has_trained = self._has_trained or between_steps
-        if self.joined_running and not self._has_trained:
+        if self.is_newcomer:
             raise RuntimeError(
                 "this process came into a running job, whose members are about to take a step: its first call must be "
-                "train_batch (engine.joined_running tells)"
+                "train_batch, or a forward in training (engine.joined_running tells)"
             )
         while True:
-            self._finished_elsewhere = None
             self._in_step = between_steps
             if between_steps:
-                self._before_step()
+                self.before_step()
             started = time.monotonic()
             try:
                 result = attempt()
             except Exception as error:
-                self._enter(self._next(error), type(error).__name__)
-                if self._finished_elsewhere is not None:
-                    return given(self._finished_elsewhere)
+                if (got := self.survive(error, in_step=between_steps)) is not None:
+                    return given(got)
             else:
-                self._completed(outcome(result), time.monotonic() - started)
+                self.completed(outcome(result), time.monotonic() - started)
                 return result
 
-    def _completed(self, outcome: dict[str, Any], seconds: float | None = None) -> None:
+    def completed(self, outcome: dict[str, Any], seconds: float | None = None) -> None:
         """An operation is complete: here after so many seconds, or on another member (None)."""
         assert self.operation is not None
         self.operation += 1
@@ -284,6 +299,8 @@ class Elastic:
             for layer in self._engine.experts.layers:
                 # A committed step: what the constructor made must never come back.
                 layer.experts.forget_initial()
+        if "vote" in outcome or "dropped" in outcome:
+            self._engine.script_loop.ended()
         self._note("forward")
         if seconds is not None:
             self._count("vote" in outcome, seconds)
@@ -301,8 +318,19 @@ class Elastic:
                 "working", steps=steps, first=first, seconds=round(seconds, 4), **self.goodput.to_json()
             )
 
-    def _before_step(self) -> None:
-        """Change the world where that is due, and the places of experts."""
+    def survive(self, error: Exception, in_step: bool = True) -> Any:
+        """After an exception in the operation in progress: go on in another generation.
+
+        Returns the operation's outcome where other members have completed it; None: it is to be done again, after
+        ``before_step`` if it is a step. Raises ``error`` if it is this rank's own.
+        """
+        self._in_step, self._finished_elsewhere = in_step, None
+        self._enter(self._next(error), type(error).__name__)
+        return self._finished_elsewhere
+
+    def before_step(self) -> None:
+        """Change the world where that is due, and the places of experts: a step comes next."""
+        self._in_step = self._has_trained = True
         self._change_world()
         rebalancer = self._engine.rebalancer
         while rebalancer.due(self._engine.global_steps):
@@ -336,36 +364,7 @@ class Elastic:
             self._enter(self.membership.next_generation(REGROUP_LIMIT_S, joining, self._begins), why)
 
     def _agree_on_change(self) -> tuple[list[str], list[str], bool]:
-        """(nodes to admit, nodes that leave, whether there are too few), as rank 0 has heard.
-
-        Nodes that leave have handed over what they held.
-        """
-        generation = self._generation
-        pending = self.membership.pending
-        joining, draining, short = broadcast_json([list(pending.join), list(pending.drain), pending.short], 0)
-        leaving = [member.node for member in generation.members if member.node in draining]
-        if joining or leaving or short:
-            # What goes on into the next generation is not completed there.
-            self._engine._checkpoint.finish(CHANGE_LIMIT_S)
-        if leaving and len(leaving) < len(generation.members):
-            self._hand_over(generation, leaving)
-        return joining, leaving, short
-
-    def _hand_over(self, generation: Generation, leaving: list[str]) -> None:
-        """Put what leaving nodes hold on those that stay."""
-        engine = self._engine
-        staying = [
-            rank
-            for member in generation.members
-            if member.node not in leaving
-            for rank in range(member.first_rank, member.first_rank + member.ranks)
-        ]
-        proposal: Any = None
-        if generation.rank == 0:
-            nodes = [generation.rank_nodes[rank] for rank in staying]
-            part = plan_for(engine.experts.loads, engine.config.experts, nodes)
-            proposal = spread(part, staying, generation.rank_nodes).to_json()
-        engine.experts.change_plan(Plan.from_json(broadcast_json(proposal, 0)), generation.rank)
+        return agree_on_change(self._engine, self.membership.pending, self._generation)
 
     def finish(self, value: Any = None) -> dict[str, Any]:
         """Wait until all members have finished and return the job's result."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 _MASK = 2**64 - 1
 
@@ -21,3 +24,18 @@ def stream_key(*numbers: int) -> int:
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
     """Seed torch's default generators (all devices) for one micro-batch's forward: torch's dropout takes no other."""
     torch.manual_seed(stream_key(seed, step, micro_batch))
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's default generators: the CPU's and, if it is another one, that of ``device``."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Go on as when ``generator_states`` gave ``states``."""
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)

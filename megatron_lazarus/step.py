@@ -91,17 +91,19 @@ class StepProtocol:
         self.reduced_step: int | None = None
         self.last_result: StepResult | None = None
         self.grad_norm: float | None = None
+        self._lr_kwargs: Mapping[str, Any] | None = None
 
     def finish(
         self, sums: dict[str, Tensor], count: int, samples: str, lr_kwargs: Mapping[str, Any] | None = None
     ) -> StepResult:
         """Sum replicas' gradients, vote, decide. DeepSpeed has reduced the dense gradients in its last backward."""
         step = self._engine.global_steps
+        self._lr_kwargs = lr_kwargs
         self._experts.reduce_gradients()
         self.reduced_step = step
         vote = self._vote(step, sums, count, samples)
         self.last_vote = vote
-        return self.decide(vote, lr_kwargs)
+        return self.decide(vote)
 
     def _vote(self, step: int, sums: dict[str, Tensor], count: int, samples: str) -> Vote:
         device = self._engine.device
@@ -122,7 +124,7 @@ class StepProtocol:
         self.observe_waits(totals[len(values) :])
         return Vote(step, samples, totals[0], totals[1], totals[2] != 0, totals[3] != 0, means, totals[4:6])
 
-    def decide(self, vote: Vote, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
+    def decide(self, vote: Vote) -> StepResult:
         """Commit or skip the step as its vote says. Local: no other rank is waited for.
 
         Raises StepRefused where the guard's policy is to stop.
@@ -135,7 +137,7 @@ class StepProtocol:
         norm = math.sqrt(squared) if squared >= 0 else math.nan
         refused = self._guard.refuses(vote.step, loss, norm, not vote.nonfinite, vote.samples)
         if refused is None:
-            self._commit(norm, lr_kwargs)
+            self._commit(norm)
         else:
             logger.log(logging.WARNING if self._experts.rank == 0 else logging.DEBUG, "%s: skipped", refused)
             self._skip()
@@ -164,7 +166,7 @@ class StepProtocol:
         self.last_vote = Vote(**vote)
         self.decide(self.last_vote)
 
-    def _commit(self, norm: float, lr_kwargs: Mapping[str, Any] | None) -> None:
+    def _commit(self, norm: float) -> None:
         if self._clip > 0 and norm > self._clip:
             factor = self._clip / (norm + 1e-6)
             torch._foreach_mul_([p.grad for p in self._dense if p.grad is not None], factor)
@@ -173,7 +175,7 @@ class StepProtocol:
             self.checkpoint.before_update()
         # Experts first: DeepSpeed's step ends by advancing the learning rate.
         self._experts.commit()
-        self._engine.step(lr_kwargs)
+        self._engine.step(self._lr_kwargs)
         if self.checkpoint is not None:
             self.checkpoint.committed([layer.load for layer in self._experts.layers])
 

@@ -67,7 +67,7 @@ def export_checkpoint(
     tag: str | None = None,
     *,
     world_size: int | None = None,
-    split: bool = True,
+    split: bool | None = None,
     rules: Sequence[Rule] = USUAL_RULES,
     progress: Progress = lambda done, total: None,
 ) -> Manifest:

@@ -23,9 +23,10 @@ from megatron_lazarus.checkpoint.files import CheckpointError, fsync_path
 from megatron_lazarus.checkpoint.history import SaveHistory, Signal
 from megatron_lazarus.checkpoint.loading import Loader
 from megatron_lazarus.checkpoint.model import Experts
-from megatron_lazarus.checkpoint.restore import read_dense
+from megatron_lazarus.checkpoint.parameter_groups import KEY
 from megatron_lazarus.checkpoint.safety import load, refuse_unsafe
 from megatron_lazarus.checkpoint.saving import Saver, Settings
+from megatron_lazarus.checkpoint.stock_loading import load_stock, stock_tag
 from megatron_lazarus.json_exchange import gather_json
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class PartialExpertCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def load(self, path: str, map_location: Any = None) -> Any:
         """The dense state, whoever wrote it, without running a pickle. Raises CheckpointError."""
         if (reading := self._owner().loader.reading) is not None:
-            return read_dense(*reading)
+            return reading
         with open(path, "rb") as file:
             return load(file.read(), path, map_location)
 
@@ -181,7 +182,7 @@ class ExpertCheckpoint:
 
     def take(self, state: Any) -> None:
         """DeepSpeed's dense state: live tensors."""
-        self._taken.append(state)
+        self._taken.append({**state, KEY: self._experts.parameter_groups.to_json()})
 
     def wait_for(self, save: Save, limit_s: float | None = None) -> bool:
         """Wait until all ranks know what becomes of a save; returns whether it is complete.
@@ -262,12 +263,15 @@ class ExpertCheckpoint:
         """(tag directory, client state) of the checkpoint that was loaded; (None, None) if there is none."""
         self.finish()
         with_state = load_optimizer_states and not load_module_only
+        options.update(load_optimizer_states=load_optimizer_states, load_module_only=load_module_only)
+        if (stock := stock_tag(load_dir, tag, self._gather)) is not None:
+            # What lazarus counts begins here: of what the run did before, nothing is known.
+            return os.path.join(load_dir, stock), load_stock(self.loader, load_dir, stock, with_state, **options)
         chosen = self.loader.choose(load_dir, str(tag) if tag is not None else None, with_state)
         if chosen is None:
             logger.warning("no checkpoint in %s: there is no file 'latest'", load_dir)
             return None, None
         name, manifest = chosen
-        options.update(load_optimizer_states=load_optimizer_states, load_module_only=load_module_only)
         client_state = self.loader.load(load_dir, name, manifest, with_state, **options)
         directory = os.path.join(load_dir, name)
         if load_module_only:

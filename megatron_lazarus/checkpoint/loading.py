@@ -10,7 +10,8 @@ from typing import Any
 from megatron_lazarus.checkpoint.files import CheckpointError, check_file
 from megatron_lazarus.checkpoint.manifest import Manifest, read_latest, tags
 from megatron_lazarus.checkpoint.model import Experts, check_model, describe
-from megatron_lazarus.checkpoint.restore import fill_record, read_record
+from megatron_lazarus.checkpoint.parameter_groups import adapted
+from megatron_lazarus.checkpoint.restore import fill_record, read_dense, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +23,9 @@ class Loader:
     """Loads into one engine. ``gather`` lets the ranks agree."""
 
     def __init__(self, ds_engine: Any, experts: Experts, gather: Gather) -> None:
-        self._engine, self._experts, self._gather = ds_engine, experts, gather
-        self.reading: tuple[str, Manifest] | None = None
-        """(directory of tags, manifest) of the checkpoint whose dense part DeepSpeed is about to ask for."""
+        self.engine, self.experts, self.gather = ds_engine, experts, gather
+        self.reading: dict[str, Any] | None = None
+        """The dense part of the checkpoint being loaded, for which DeepSpeed is about to ask."""
 
     def choose(self, load_dir: str, tag: str | None, with_state: bool) -> tuple[str, Manifest] | None:
         """(tag, manifest) of the checkpoint to load: ``tag``, or the newest undamaged one; None if there is none.
@@ -32,7 +33,7 @@ class Loader:
         Alike on all ranks, which share the work of checking every file. Raises CheckpointError if ``tag``, or without
         one everything there is, is damaged, or if the checkpoint is of another model.
         """
-        wanted = tag if tag is not None else self._gather(read_latest(load_dir))[0]
+        wanted = tag if tag is not None else self.gather(read_latest(load_dir))[0]
         if wanted is None:
             return None
         first: str | None = None
@@ -40,18 +41,18 @@ class Loader:
             directory = os.path.join(load_dir, candidate)
             manifest, damage = self._examine(directory, with_state)
             if manifest is not None and damage is None:
-                if first is not None and self._experts.rank == 0:
+                if first is not None and self.experts.rank == 0:
                     logger.error("checkpoint %s is loaded instead, of step %d", directory, manifest.global_steps)
                 return candidate, manifest
             first = first or damage
-            if self._experts.rank == 0:
+            if self.experts.rank == 0:
                 logger.error("checkpoint %s is damaged: %s", directory, damage)
         raise CheckpointError(f"no undamaged checkpoint in {load_dir}: {first}")
 
     def _candidates(self, load_dir: str, latest: str) -> Iterator[str]:
         """``latest``, then what is older; if its age is unknown, all others, the newest first."""
         yield latest
-        ordered: list[list[Any]] = self._gather(self._older(load_dir, latest) if self._experts.rank == 0 else None)
+        ordered: list[list[Any]] = self.gather(self._older(load_dir, latest) if self.experts.rank == 0 else None)
         yield from ordered[0]
 
     def _older(self, load_dir: str, latest: str) -> list[str]:
@@ -75,28 +76,34 @@ class Loader:
         try:
             manifest = Manifest.read(directory)
             files = list(manifest.all_files())
-            for tag, entry, what in files[self._experts.rank :: self._experts.plan.world_size]:
+            for tag, entry, what in files[self.experts.rank :: self.experts.plan.world_size]:
                 path = os.path.join(os.path.dirname(directory), tag, entry.name)
                 check_file(path, entry.bytes, entry.sha256, what)
         except CheckpointError as error:
             damage = str(error)
-        found = [damage for damage in self._gather(damage) if damage is not None]
+        found = [damage for damage in self.gather(damage) if damage is not None]
         if manifest is not None and not found:
-            check_model(manifest, directory, describe(self._engine.module, self._experts), with_state)
+            check_model(manifest.model, directory, describe(self.engine.module, self.experts), with_state)
         return manifest, found[0] if found else None
 
     def load(self, load_dir: str, tag: str, manifest: Manifest, with_state: bool, **options: Any) -> dict[str, Any]:
         """Fill the engine; ``options`` are those of DeepSpeed's ``load_checkpoint``. Returns the client state."""
-        self.reading = load_dir, manifest
-        try:
-            with self._experts.context.dense_only():
-                _, client_state = self._engine.load_checkpoint(load_dir, tag=tag, **options)
-        finally:
-            self.reading = None
-        for layer, buffer in enumerate(self._experts.buffers):
+        dense = adapted(read_dense(load_dir, manifest), self.experts.parameter_groups)
+        client_state = self.load_dense(load_dir, tag, dense, **options)
+        for layer, buffer in enumerate(self.experts.buffers):
             for slot, expert in enumerate(buffer.experts):
                 record = read_record(load_dir, manifest, layer, expert)
                 fill_record(buffer.named_tensors(slot), record, with_state, f"layer {layer} expert {expert}")
+        return client_state
+
+    def load_dense(self, load_dir: str, tag: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Have DeepSpeed take over ``state``; returns the client state."""
+        self.reading = state
+        try:
+            with self.experts.context.dense_only():
+                _, client_state = self.engine.load_checkpoint(load_dir, tag=tag, **options)
+        finally:
+            self.reading = None
         return dict(client_state)
 
     def record(self, directory: str, layer: int, expert: int) -> tuple[Any, Manifest]:
@@ -105,7 +112,7 @@ class Loader:
         Also the manifest of the tag that it was taken from. Local: no other rank takes part. Raises CheckpointError.
         """
         load_dir, latest = os.path.split(os.path.normpath(directory))
-        like = self._experts.buffers[layer]
+        like = self.experts.buffers[layer]
         what = f"layer {layer} expert {expert}"
         first: CheckpointError | None = None
         for name in (latest, *self._older(load_dir, latest)):

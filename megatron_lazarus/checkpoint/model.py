@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_lazarus.checkpoint.files import CheckpointError
-from megatron_lazarus.checkpoint.manifest import Manifest
 
 
 class Experts(Protocol):
@@ -14,6 +13,7 @@ class Experts(Protocol):
 
     layers: Sequence[Any]
     buffers: list[Any]
+    parameter_groups: Any
     context: Any
     rank: int
 
@@ -28,6 +28,7 @@ def describe(module: Any, experts: Experts) -> dict[str, Any]:
         {
             "num_experts": layer.num_experts,
             "tensors": {spec.name: list(spec.shape) for spec in buffer.layout.tensors},
+            **_buffers(buffer.layout),
         }
         for layer, buffer in zip(experts.layers, experts.buffers, strict=True)
     ]
@@ -35,9 +36,14 @@ def describe(module: Any, experts: Experts) -> dict[str, Any]:
     return {"dense": dense, "moe_layers": layers, "expert_optimizer_state": state}
 
 
-def check_model(manifest: Manifest, directory: str, here: dict[str, Any], with_state: bool) -> None:
-    """Raise CheckpointError, naming what differs, if the checkpoint is not of the model described by ``here``."""
-    saved = dict(manifest.model)
+def _buffers(layout: Any) -> dict[str, Any]:
+    """Nothing for a layer whose experts have none, as in all checkpoints before there could be any."""
+    return {"buffers": {spec.name: list(spec.shape) for spec in layout.buffers}} if layout.buffers else {}
+
+
+def check_model(model: Mapping[str, Any], directory: str, here: dict[str, Any], with_state: bool) -> None:
+    """Raise CheckpointError, naming what differs, if a checkpoint of ``model`` is not of the model ``here``."""
+    saved = dict(model)
     if not with_state:
         saved["expert_optimizer_state"] = here["expert_optimizer_state"]
     differences = list(_differences(saved, here, ""))

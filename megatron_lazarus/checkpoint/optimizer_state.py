@@ -71,26 +71,31 @@ def arrange(parameters: Sequence[Parameter], rule: Rule, count: int, split: bool
     classes = [rule(parameter) for parameter in parameters]
     if max(classes, default=-1) >= count:
         return None
+    members = [tuple(p for p, c in zip(parameters, classes, strict=True) if c == i) for i in range(count)]
     if not split:
-        members = [tuple(p for p, c in zip(parameters, classes, strict=True) if c == i) for i in range(count)]
         return [Group(member or (PLACEHOLDER,), base, False) for base, member in enumerate(members)]
+    return split_for_moe([Group(member, base, False) for base, member in enumerate(members)])
+
+
+def split_for_moe(groups: Sequence[Group]) -> list[Group]:
+    """The groups that DeepSpeed makes of these: experts in groups of their own, behind the others."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     stand_ins: dict[int, Parameter] = {}
-    bases: list[dict[str, Any]] = [{"params": [], "name": str(i), "base": i} for i in range(count)]
-    keep = []
-    for parameter, index in zip(parameters, classes, strict=True):
-        stand_in = nn.Parameter(torch.empty(parameter.shape, device="meta"))
-        keep.append(stand_in)
-        stand_ins[id(stand_in)] = parameter
-        if parameter.home is not None:
-            stand_in.allreduce, stand_in.group_name = False, "experts"  # type: ignore[attr-defined]
-        if index >= 0:
-            bases[index]["params"].append(stand_in)
-    groups = split_params_into_different_moe_groups_for_optimizer(bases)
+    keep: list[nn.Parameter] = []
+    bases: list[dict[str, Any]] = []
+    for index, group in enumerate(groups):
+        bases.append({"params": [], "name": str(index), "base": group.base})
+        for parameter in group.parameters:
+            stand_in = nn.Parameter(torch.empty(parameter.shape, device="meta"))
+            keep.append(stand_in)
+            stand_ins[id(stand_in)] = parameter
+            if parameter.home is not None:
+                stand_in.allreduce, stand_in.group_name = False, "experts"  # type: ignore[attr-defined]
+            bases[-1]["params"].append(stand_in)
     return [
         Group(tuple(stand_ins[id(p)] for p in group["params"]), group["base"], bool(group.get("moe")))
-        for group in groups
+        for group in split_params_into_different_moe_groups_for_optimizer(bases)
     ]
 
 
@@ -106,13 +111,43 @@ class NamedOptimizer:
     options: list[dict[str, Any]]
     entries: dict[str, dict[str, Any]]
     wrapper: dict[str, Any] | None
-    rule: Rule
 
     @classmethod
-    def read(
+    def read(cls, state: Mapping[str, Any], groups: Sequence[Group], what: str) -> NamedOptimizer:
+        """Give names to ``state``. Raises CheckpointError, naming ``what``, if ``groups`` do not fit it."""
+        found = cls._read(state, groups, what)
+        if found is None:
+            have = [len(group["params"]) for group in _unwrap(state, what)[0]["param_groups"]]
+            want = [len(group.parameters) for group in groups]
+            raise CheckpointError(
+                f"{what}: its groups hold {have} parameters, the script's {want}, or they have other shapes"
+            )
+        return found
+
+    @classmethod
+    def guess(
         cls, state: Mapping[str, Any], parameters: Sequence[Parameter], rules: Sequence[Rule], what: str
-    ) -> NamedOptimizer:
-        """Give names to ``state``. Raises CheckpointError, naming ``what``, if no rule fits its groups and shapes."""
+    ) -> tuple[NamedOptimizer, Rule]:
+        """Give names to ``state`` by the first of ``rules`` that fits its groups and shapes; also returns the rule.
+
+        Raises CheckpointError, naming ``what``, if none fits.
+        """
+        options = _unwrap(state, what)[0]["param_groups"]
+        split = any(option.get("moe") for option in options)
+        count = sum(not option.get("moe") for option in options)
+        for rule in rules:
+            groups = arrange(parameters, rule, count, split)
+            found = None if groups is None else cls._read(state, groups, what)
+            if found is not None:
+                return found, rule
+        sizes = ", ".join(str(len(option["params"])) for option in options)
+        raise CheckpointError(
+            f"{what}: which parameters its {len(options)} groups of {sizes} hold cannot be told; give one "
+            "pattern of parameter names for each group (--parameter-groups)"
+        )
+
+    @classmethod
+    def _read(cls, state: Mapping[str, Any], groups: Sequence[Group], what: str) -> NamedOptimizer | None:
         inner, masters, wrapper = _unwrap(state, what)
         options = [{k: v for k, v in group.items() if k != "params"} for group in inner["param_groups"]]
         numbers = [list(group["params"]) for group in inner["param_groups"]]
@@ -121,17 +156,8 @@ class NamedOptimizer:
              for position, number in enumerate(group)]
             for index, group in enumerate(numbers)
         ]  # fmt: skip
-        split = any(option.get("moe") for option in options)
-        count = sum(not option.get("moe") for option in options)
-        for rule in rules:
-            groups = arrange(parameters, rule, count, split)
-            if groups is not None and _fits(groups, shapes):
-                break
-        else:
-            raise CheckpointError(
-                f"{what}: which parameters its {len(numbers)} groups of {', '.join(str(len(g)) for g in numbers)} "
-                "hold cannot be told; give one pattern of parameter names for each group (--parameter-groups)"
-            )
+        if not _fits(groups, shapes):
+            return None
         entries: dict[str, dict[str, Any]] = {}
         for index, group in enumerate(groups):
             for position, parameter in enumerate(group.parameters):
@@ -141,7 +167,7 @@ class NamedOptimizer:
                 if masters is not None:
                     entry[MASTER] = masters[index][position].detach()
                 entries[parameter.name] = entry
-        return cls(groups, options, entries, wrapper, rule)
+        return cls(list(groups), options, entries, wrapper)
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict with numbers instead of names."""
@@ -154,8 +180,8 @@ class NamedOptimizer:
                 kept = {k: v for k, v in entry.items() if k != MASTER and not (k == STEP and STEP in options)}
                 if kept:
                     state[number] = kept
-                if MASTER in entry:
-                    group_masters.append(entry[MASTER])
+                if MASTER in entry or parameter == PLACEHOLDER:
+                    group_masters.append(entry.get(MASTER, torch.empty(0)))
                 numbers.append(number)
                 number += 1
             groups.append({**options, "params": numbers})

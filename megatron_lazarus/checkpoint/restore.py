@@ -61,13 +61,13 @@ def fill_record(target: Mapping[str, Tensor], source: Mapping[str, Tensor], with
         field, _, rest = name.partition("/")
         if field in ("parameter", "master"):
             best = source.get(f"master/{rest}", source.get(f"parameter/{rest}"))
-        elif not with_state:
+        elif not with_state and field != "buffer":
             tensor.zero_()
             continue
         else:
             best = source.get(name)
         if best is None:
-            raise CheckpointError(f"{what}: the checkpoint has no {name!r} (it was trained with another optimizer?)")
+            raise CheckpointError(f"{what}: the checkpoint has no {name!r} (of another optimizer or model?)")
         tensor.copy_(best)
 
 

@@ -27,7 +27,7 @@ from megatron_lazarus.checkpoint.retention import RETIRED, discard, mark_incompl
 from megatron_lazarus.checkpoint.safety import dump
 from megatron_lazarus.checkpoint.selection import Policy
 from megatron_lazarus.checkpoint.sharing import Unit, piece_limit, share
-from megatron_lazarus.checkpoint.writer import STEP, parts_of, record_file
+from megatron_lazarus.checkpoint.writer import parts_of, record_file
 
 logger = logging.getLogger(__name__)
 
@@ -371,8 +371,7 @@ class Saver:
         ]
 
     def _field_bytes(self, layer: int, name: str) -> int:
-        layout = self._experts.buffers[layer].layout
-        return int(layout.field_dtype(name).itemsize * (1 if name == STEP else layout.numel))
+        return int(self._experts.buffers[layer].layout.field_bytes(name))
 
     def _holders(self, layer: int, expert: int) -> Sequence[int]:
         holders: Sequence[int] = self._experts.plan.layers[layer].holders(expert)

@@ -15,11 +15,14 @@ from megatron_lazarus.checkpoint.optimizer_state import (
     PLACEHOLDER,
     STEP,
     USUAL_RULES,
+    Group,
     NamedOptimizer,
     Parameter,
     Rule,
     arrange,
+    split_for_moe,
 )
+from megatron_lazarus.checkpoint.parameter_groups import KEY, ParameterGroups, key
 from megatron_lazarus.checkpoint.stock_layout import (
     DENSE_FILE,
     expert_file,
@@ -28,7 +31,7 @@ from megatron_lazarus.checkpoint.stock_layout import (
     optimizer_file,
     regrouped_schedule,
 )
-from megatron_lazarus.checkpoint.writer import MASTER, PARAMETER
+from megatron_lazarus.checkpoint.writer import BUFFER, MASTER, PARAMETER
 
 ReadRecord = Callable[[int, int], Mapping[str, Tensor]]
 """(layer, expert) -> its record as ``<field>/<tensor>`` and ``step``."""
@@ -39,7 +42,8 @@ class StockExport:
 
     ``model`` is the manifest's description. ``ep_size``: of the run that will load it; ``split``: whether its optimizer
     has groups of their own for experts, as DeepSpeed makes them for an optimizer from the JSON and asks of client
-    optimizers. Raises CheckpointError for what ``deepspeed.moe`` cannot represent.
+    optimizers; None: as the script that wrote the checkpoint would under DeepSpeed. ``rules`` serve checkpoints that do
+    not say which parameters their groups hold. Raises CheckpointError for what ``deepspeed.moe`` cannot represent.
     """
 
     def __init__(
@@ -47,11 +51,12 @@ class StockExport:
         dense: Mapping[str, Any],
         model: Mapping[str, Any],
         ep_size: int,
-        split: bool = True,
+        split: bool | None = None,
         world_size: int | None = None,
         rules: Sequence[Rule] = USUAL_RULES,
     ) -> None:
-        self._dense, self._ep_size, self._split = dense, ep_size, split
+        self._dense = {name: value for name, value in dense.items() if name != KEY}
+        self._ep_size = ep_size
         self._world_size = world_size or ep_size
         self._layers = model["moe_layers"]
         self._num_experts = [layer["num_experts"] for layer in self._layers]
@@ -67,11 +72,33 @@ class StockExport:
         # The module's state also has the further names of tied parameters.
         parameters = {name: dense["module"][name] for name in dense["module"] if name in model["dense"]}
         self._prefixes = expert_prefixes(list(parameters))
-        self._parameters = in_model_order(parameters, shapes, [count // ep_size for count in self._num_experts])
-        self._optimizer = None
+        self._local = [count // ep_size for count in self._num_experts]
+        self._parameters = in_model_order(parameters, shapes, self._local)
+        self._optimizer: NamedOptimizer | None = None
+        self._groups: list[Group] = []
         if dense.get("optimizer") is not None:
+            self._read_optimizer(dense, split, rules)
+
+    def _read_optimizer(self, dense: Mapping[str, Any], split: bool | None, rules: Sequence[Rule]) -> None:
+        what = "the optimizer of the dense part"
+        if KEY not in dense:
             own = [parameter for parameter in self._parameters if parameter.home is None]
-            self._optimizer = NamedOptimizer.read(dense["optimizer"], own, rules, "the optimizer of the dense part")
+            self._optimizer, rule = NamedOptimizer.guess(dense["optimizer"], own, rules, what)
+            groups = arrange(self._parameters, rule, len(self._optimizer.options), split is not False)
+            assert groups is not None, "the rule fitted the dense parameters, whose groups these are"
+            self._groups = groups
+            return
+        saved = ParameterGroups.from_json(dense[KEY])
+        self._optimizer = NamedOptimizer.read(dense["optimizer"], saved.dense(), what)
+        groups = saved.for_local(self._local)
+        if split is not None and split != any(group.moe for group in groups):
+            home = {key(p): group.base for group in groups for p in group.parameters}
+            together = [
+                Group(tuple(p for p in self._parameters if home.get(key(p)) == base), base, False)
+                for base in range(saved.here)
+            ]
+            groups = split_for_moe(together) if split else together
+        self._groups = groups
 
     def write(self, directory: str, record_of: ReadRecord, progress: Callable[[int], None]) -> None:
         """Write all files into ``directory``; ``progress`` is told how many experts are done."""
@@ -86,6 +113,9 @@ class StockExport:
                     weights = {
                         f"{self._prefixes[layer]}{expert}.{name}": record[f"{PARAMETER}/{name}"].contiguous()
                         for name in self._layers[layer]["tensors"]
+                    } | {
+                        f"{self._prefixes[layer]}{expert}.{name}": record[f"{BUFFER}/{name}"].contiguous()
+                        for name in self._layers[layer].get("buffers", ())
                     }
                     _save(weights, os.path.join(directory, expert_file(layer, expert)))
                     entries |= self._entries(layer, index, record)
@@ -101,9 +131,18 @@ class StockExport:
                     "dp_world_size": self._world_size,
                     "num_experts": self._num_experts,
                     "ds_autoep_layers": None,
+                    "buffer_names": self._buffer_names(),
                 }
                 _save(dense, os.path.join(directory, DENSE_FILE))
         fsync_path(directory)
+
+    def _buffer_names(self) -> list[str]:
+        """Of the dense part and of one rank's experts."""
+        names = [name for name in self._dense.get("buffer_names") or () if not name.startswith(tuple(self._prefixes))]
+        for layer, prefix in enumerate(self._prefixes):
+            buffers = self._layers[layer].get("buffers", ())
+            names += [f"{prefix}{index}.{name}" for index in range(self._local[layer]) for name in buffers]
+        return names
 
     def _entries(self, layer: int, local: int, record: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         """The optimizer's entries for one expert, by the names that one rank has for its parameters."""
@@ -131,9 +170,7 @@ class StockExport:
         if self._optimizer is None:
             return None, schedule
         source = self._optimizer
-        groups = arrange(self._parameters, source.rule, len(source.options), self._split)
-        assert groups is not None, "the rule fitted the dense parameters, whose groups these are"
-        groups = [replace(g, parameters=tuple(p for p in g.parameters if p != PLACEHOLDER)) for g in groups]
+        groups = [replace(g, parameters=tuple(p for p in g.parameters if p != PLACEHOLDER)) for g in self._groups]
         options = []
         for group in groups:
             option = {"name": f"group{group.base}", **source.options[group.base]}

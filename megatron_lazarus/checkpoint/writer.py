@@ -17,6 +17,7 @@ from megatron_lazarus.checkpoint.manifest import FileEntry, PartEntry
 CONTENTS = ("all", "moments")
 MASTER = "master"
 PARAMETER = "parameter"
+BUFFER = "buffer"
 STEP = "step"
 _CHUNK = 8 << 20
 

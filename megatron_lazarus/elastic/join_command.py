@@ -23,7 +23,14 @@ from megatron_lazarus.elastic.interfaces import own_address
 from megatron_lazarus.elastic.journal import RESULT_FILE, read_json, write_json
 from megatron_lazarus.elastic.messages import split_address
 from megatron_lazarus.elastic.rendezvous import Meeting, Rendezvous
-from megatron_lazarus.elastic.run_command import RUN_FILE, add_log_dir, describe_result, elastic_config, reporting
+from megatron_lazarus.elastic.run_command import (
+    RUN_FILE,
+    add_log_dir,
+    describe_result,
+    elastic_config,
+    reporting,
+    worker_command,
+)
 from megatron_lazarus.elastic.settings import EXIT_LEFT, ElasticConfig
 
 logger = logging.getLogger(__name__)
@@ -65,8 +72,7 @@ class _Member(Agent):
     """An agent that serves the job's first coordinator itself if its node has founded the job."""
 
     def __init__(self, node: str, meeting: Meeting, arguments: argparse.Namespace, config: ElasticConfig) -> None:
-        script = ["-m", arguments.script] if arguments.module else [arguments.script]
-        command = [sys.executable, *script, *arguments.arguments]
+        command = worker_command(arguments)
         coordinators = [split_address(meeting.address)]
         super().__init__(node, coordinators, meeting.token, arguments.nproc_per_node, command, arguments.log_dir)
         self._meeting, self._settings = meeting, config
@@ -104,8 +110,7 @@ def join_job(arguments: argparse.Namespace) -> int:
     node = arguments.node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     address = arguments.address or own_address(config.interface)
     logger.info("node %s, address %s, log folder %s", node, address, log_dir)
-    script = ["-m", arguments.script] if arguments.module else [arguments.script]
-    run = {"command": [sys.executable, *script, *arguments.arguments], "nproc_per_node": arguments.nproc_per_node}
+    run = {"command": worker_command(arguments), "nproc_per_node": arguments.nproc_per_node}
     write_json(log_dir / RUN_FILE, run)
     spot.watch(arguments)
     for attempt in range(1 + arguments.max_rejoins):

@@ -23,6 +23,7 @@ from megatron_lazarus.elastic.messages import BlockingChannel, Message, split_ad
 from megatron_lazarus.elastic.place import divided_devices
 from megatron_lazarus.elastic.processes import die_with
 from megatron_lazarus.elastic.settings import HANDSHAKE_TIMEOUT_S, SHUTDOWN_LIMIT_S, ElasticConfig
+from megatron_lazarus.script_command import config_of, python_command
 
 RUN_FILE = "run.json"
 """What ``lazarus add-node`` needs to know of a job: {"command": […], "nproc_per_node": K}."""
@@ -98,8 +99,7 @@ def run_job(arguments: argparse.Namespace) -> int:
     log_dir.mkdir(parents=True, exist_ok=True)
     hosting = not arguments.coordinator or _can_bind(host, port)
     environment = {**os.environ, "LAZARUS_TOKEN": _token(log_dir, hosting)}
-    script = ["-m", arguments.script] if arguments.module else [arguments.script]
-    command = [sys.executable, *script, *arguments.arguments]
+    command = worker_command(arguments)
     write_json(log_dir / RUN_FILE, {"command": command, "nproc_per_node": arguments.nproc_per_node})
     start = partial(start_service, log_dir=log_dir)
     coordinator = None
@@ -199,6 +199,12 @@ def elastic_config(path: Path | None, **given: Any) -> ElasticConfig:
         return ElasticConfig(**section)
     except TypeError as error:
         raise CommandError(f'"lazarus.elastic" in {path}: {error}') from None
+
+
+def worker_command(arguments: argparse.Namespace) -> list[str]:
+    """What every worker runs."""
+    config = config_of(arguments.config, arguments.arguments)
+    return python_command(arguments.script, arguments.module, arguments.arguments, config)
 
 
 def _node_names(name: str | None, count: int) -> list[str]:

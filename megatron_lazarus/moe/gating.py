@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, Gumbel, Uniform
 from torch.nn import functional as F
 
 DROPPED = -1
@@ -81,7 +82,7 @@ class Gate(nn.Module):
         scores_dtype = torch.float64 if tokens.dtype == torch.float64 else torch.float32
         inputs = tokens.to(scores_dtype)
         if settings.noisy_gate_policy == "Jitter" and self.training:
-            inputs = inputs * torch.empty_like(inputs).uniform_(0.99, 1.01)
+            inputs = inputs * _drawn(Uniform(inputs.new_tensor(0.99), inputs.new_tensor(1.01)), inputs)
         logits = F.linear(inputs, self.wg.weight.to(scores_dtype))
         z_loss = logits.new_zeros(())
         if settings.z_loss_coefficient:
@@ -98,8 +99,12 @@ class Gate(nn.Module):
         counted = experts[:, :1] if first else experts
         share = _counts(counted, settings.num_experts).to(gates.dtype) / max(1, tokens.shape[0] * counted.shape[1])
         aux_loss = (gates.mean(0) * share).sum() * settings.num_experts
+        priority = None
+        if settings.k == 1 and settings.use_rts:
+            # DeepSpeed draws also where it drops nothing.
+            priority = _drawn(Uniform(gates.new_tensor(0.0), gates.new_tensor(1.0)), gates)
         if settings.drop_tokens:
-            experts = self._drop(experts, gates, tokens.shape[0])
+            experts = self._drop(experts, gates, priority)
         kept = experts >= 0
         weights = weights * kept
         if settings.k > 1 and settings.score_function == "softmax":
@@ -141,9 +146,12 @@ class Gate(nn.Module):
         gates = torch.sigmoid(logits)
         return experts, weights.gather(1, experts), gates / gates.sum(1, keepdim=True), False
 
-    def _drop(self, experts: Tensor, gates: Tensor, num_tokens: int) -> Tensor:
-        """Apply the capacity of a micro-batch as DeepSpeed does: which routes go depends on k."""
-        settings = self.settings
+    def _drop(self, experts: Tensor, gates: Tensor, priority: Tensor | None) -> Tensor:
+        """Apply the capacity of a micro-batch as DeepSpeed does: which routes go depends on k.
+
+        With one choice a token, those of the highest ``priority`` [T, E] stay, by default the first.
+        """
+        settings, num_tokens = self.settings, gates.shape[0]
         factor = settings.capacity_factor if self.training else settings.eval_capacity_factor
         # DeepSpeed multiplies in float32: the same rounding decides the same capacity.
         scaled = torch.tensor(factor * settings.k, dtype=torch.float32) * (num_tokens / settings.num_experts)
@@ -155,8 +163,8 @@ class Gate(nn.Module):
                 raise ValueError(
                     f"a micro-batch of {num_tokens} tokens is smaller than min_capacity={settings.min_capacity}"
                 )
-            priority = chosen * torch.rand_like(gates) if settings.use_rts else chosen
-            top = torch.topk(priority, k=min(capacity, num_tokens), dim=0)[1]
+            order = chosen if priority is None else chosen * priority
+            top = torch.topk(order, k=min(capacity, num_tokens), dim=0)[1]
             kept = mask.scatter(0, top, 1) * chosen
         elif settings.k == 2:
             first, second = (
@@ -180,4 +188,9 @@ def _counts(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def _gumbel(like: Tensor) -> Tensor:
-    return -torch.empty_like(like).exponential_().log()
+    return _drawn(Gumbel(like.new_tensor(0.0), like.new_tensor(1.0)), like)
+
+
+def _drawn(distribution: Distribution, like: Tensor) -> Tensor:
+    # From DeepSpeed's distributions in its way, so that equal generators give equal routes.
+    return distribution.rsample(like.shape)

@@ -27,9 +27,10 @@ class MoELayer(nn.Module):
     without being added to the loss and survives activation recomputation; else the caller adds ``l_aux`` itself.
     ``router``: "softmax" as DeepSpeed, or "sigmoid" (dropless), with ``expert_bias_update_rate`` > 0 balanced by a
     bias instead of a loss. ``max_tokens_per_expert_chunk`` bounds the activations of one expert by recomputing it in
-    chunks.
+    chunks. ``constructed_experts``: so many experts this rank constructs, default all; others begin with the values of
+    other ranks.
 
-    Raises ValueError for arguments that do not fit together and for experts with dropout or buffers.
+    Raises ValueError for arguments that do not fit together and for experts with dropout or batch statistics.
     """
 
     def __init__(
@@ -56,10 +57,13 @@ class MoELayer(nn.Module):
         router: Literal["softmax", "sigmoid"] = "softmax",
         expert_bias_update_rate: float = 0.0,
         max_tokens_per_expert_chunk: int | None = None,
+        constructed_experts: int | None = None,
     ) -> None:
         super().__init__()
         if enable_expert_tensor_parallelism:
-            raise ValueError("enable_expert_tensor_parallelism=True is not supported; experts are whole on a rank")
+            raise ValueError(
+                "enable_expert_tensor_parallelism is True; only False is legal: an expert is on a rank as a whole"
+            )
         if max_tokens_per_expert_chunk is not None and max_tokens_per_expert_chunk < 1:
             raise ValueError(f"max_tokens_per_expert_chunk is {max_tokens_per_expert_chunk}; it must be >= 1 or None")
         settings = GateSettings(
@@ -78,7 +82,7 @@ class MoELayer(nn.Module):
         )
         self.hidden_size, self.num_experts, self.k = hidden_size, num_experts, k
         self.aux_loss_coefficient = aux_loss_coefficient
-        self.deepspeed_moe = _Routed(Gate(hidden_size, settings), Experts(expert, num_experts))
+        self.deepspeed_moe = _Routed(Gate(hidden_size, settings), Experts(expert, num_experts, constructed_experts))
         self.experts.max_tokens_per_chunk = max_tokens_per_expert_chunk
         self.use_residual = use_residual
         if use_residual:
@@ -103,6 +107,10 @@ class MoELayer(nn.Module):
     @property
     def experts(self) -> Experts:
         return self.deepspeed_moe.experts
+
+    def initial_rank(self, expert: int, world_size: int) -> int:
+        """The rank whose constructor's values an expert begins with."""
+        return expert * world_size // self.num_experts
 
     def bind_context(self, context: StepContext) -> None:
         self.context = context
@@ -204,7 +212,7 @@ class MoELayer(nn.Module):
 
         probe = torch.zeros(rows, self.hidden_size, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            modules[0](probe)
+            self.experts.run_one(modules[0], probe)
         row = self.hidden_size * parameter.element_size()
         return 4 * row, max(0, saved // rows - row)
 

@@ -14,6 +14,7 @@ import torch
 PARAMETER = "parameter"
 MASTER = "master"
 STEP = "step"
+BUFFER = "buffer"
 _FIELD_ALIGNMENT = 64
 _ROW_ALIGNMENT = 256
 
@@ -36,16 +37,31 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class BufferSpec:
+    """One persistent buffer of an expert: a constant of any type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class RecordLayout:
     """Where everything of one expert lies in its row.
 
     ``dtype`` is the parameters' type. Types narrower than float32 get a float32 master copy; optimizer state has
-    the type of what the optimizer updates. Fields follow one another, each aligned to 64 bytes, the row to 256.
+    the type of what the optimizer updates. Fields follow one another, each aligned to 64 bytes, the row to 256; so do
+    ``buffers`` within theirs.
     """
 
     tensors: tuple[TensorSpec, ...]
     dtype: torch.dtype
     state_names: tuple[str, ...]
+    buffers: tuple[BufferSpec, ...] = ()
     offsets: dict[str, int] = field(init=False, compare=False)
     nbytes: int = field(init=False, compare=False)
 
@@ -53,7 +69,7 @@ class RecordLayout:
         offsets, end = {}, 0
         for name in self.field_names:
             offsets[name] = end = _align(end, _FIELD_ALIGNMENT)
-            end += torch.empty(0, dtype=self.field_dtype(name)).element_size() * (1 if name == STEP else self.numel)
+            end += self.field_bytes(name)
         object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "nbytes", _align(end, _ROW_ALIGNMENT))
 
@@ -72,12 +88,31 @@ class RecordLayout:
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        return (PARAMETER, *((MASTER,) if self.has_master else ()), *self.state_names, STEP)
+        buffers = (BUFFER,) if self.buffers else ()
+        return (PARAMETER, *((MASTER,) if self.has_master else ()), *self.state_names, STEP, *buffers)
 
     def field_dtype(self, name: str) -> torch.dtype:
-        if name == STEP:
-            return torch.float32
+        if name in (STEP, BUFFER):
+            return torch.float32 if name == STEP else torch.uint8
         return self.dtype if name == PARAMETER else self.update_dtype
+
+    def field_elements(self, name: str) -> int:
+        """Elements of ``field_dtype`` in one row: for buffers bytes."""
+        if name == BUFFER:
+            return max(end for _, end in self.buffer_ranges().values())
+        return 1 if name == STEP else self.numel
+
+    def field_bytes(self, name: str) -> int:
+        return self.field_elements(name) * self.field_dtype(name).itemsize
+
+    def buffer_ranges(self) -> dict[str, tuple[int, int]]:
+        """Byte range of each buffer within its field."""
+        result, end = {}, 0
+        for spec in self.buffers:
+            start = _align(end, _FIELD_ALIGNMENT)
+            end = start + spec.nbytes
+            result[spec.name] = (start, end)
+        return result
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Element range of each tensor within a field."""
@@ -113,21 +148,31 @@ class RecordBuffer:
         self.gradients = torch.zeros(len(self.experts), layout.numel, dtype=layout.dtype, device=device)
 
     def field(self, name: str) -> torch.Tensor:
-        """View of one field of all rows: [slots, numel], for the step count [slots, 1]."""
-        dtype = self.layout.field_dtype(name)
-        count = 1 if name == STEP else self.layout.numel
+        """View of one field of all rows: [slots, numel], for the step count [slots, 1], for buffers [slots, bytes]."""
         start = self.layout.offsets[name]
-        size = torch.empty(0, dtype=dtype).element_size()
-        return self.rows[:, start : start + count * size].view(dtype)
+        return self.rows[:, start : start + self.layout.field_bytes(name)].view(self.layout.field_dtype(name))
+
+    def buffer_views(self, slot: int) -> dict[str, torch.Tensor]:
+        """The buffers of the record in ``slot`` by name."""
+        ranges = self.layout.buffer_ranges()
+        flat = self.field(BUFFER)[slot] if ranges else None
+        return {
+            spec.name: flat[slice(*ranges[spec.name])].view(spec.dtype).view(spec.shape)
+            for spec in self.layout.buffers
+            if flat is not None
+        }
 
     def named_tensors(self, slot: int) -> dict[str, torch.Tensor]:
-        """All tensors of the record in ``slot`` as views, named ``<field>/<tensor>``, and ``step`` (one element)."""
+        """Views of all tensors of the record in ``slot``: ``<field>/<tensor>``, and ``step`` (one element)."""
         views: dict[str, torch.Tensor] = {}
         ranges = self.layout.ranges()
         for name in self.layout.field_names:
             flat = self.field(name)[slot]
             if name == STEP:
                 views[STEP] = flat
+                continue
+            if name == BUFFER:
+                views |= {f"{BUFFER}/{key}": view for key, view in self.buffer_views(slot).items()}
                 continue
             for tensor in self.layout.tensors:
                 start, end = ranges[tensor.name]

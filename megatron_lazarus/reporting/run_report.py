@@ -54,7 +54,8 @@ class Summary:
     """A whole job. ``goodput``: share of ``wall_s`` spent in steps that committed; None before the first one.
 
     ``wall_s`` goes from the begin of the first committed step to the end of the last; a job that has not finished
-    counts as far as the newest generation's first step.
+    counts as far as the newest generation's first step. ``lost_samples`` of batches that scripts fed themselves were
+    trained on by nobody; ``dropped_steps`` were begun by such scripts and given up.
     """
 
     result: str
@@ -70,6 +71,8 @@ class Summary:
     goodput: float | None = None
     productive_s: float = 0.0
     wall_s: float = 0.0
+    lost_samples: int = 0
+    dropped_steps: int = 0
 
 
 def read_events(log_dir: Path) -> list[Event]:
@@ -126,6 +129,7 @@ class _Reader:
         self._left: list[str] = []
         self._lost: list[str] = []
         self._slow: dict[str, None] = {}
+        self._lost_samples = self._dropped_steps = 0
         self._failures: list[str] = []
         self._why = ""
         self._nodes: tuple[str, ...] = ()
@@ -143,6 +147,8 @@ class _Reader:
             "finished": self._finished,
             "left": self._node_left,
             "slow": self._node_slow,
+            "samples lost": self._samples_lost,
+            "step dropped": self._step_dropped,
             "completed": self._ended,
             "failed": self._ended,
         }.get(event["kind"])
@@ -224,6 +230,12 @@ class _Reader:
     def _node_slow(self, event: Event) -> None:
         self._slow[event["slow_node"]] = None
 
+    def _samples_lost(self, event: Event) -> None:
+        self._lost_samples = int(event["total"])
+
+    def _step_dropped(self, event: Event) -> None:
+        self._dropped_steps = int(event["total"])
+
     def _ended(self, event: Event) -> None:
         self._result, self._reason = str(event["kind"]), str(event["reason"] or "")
 
@@ -246,6 +258,8 @@ class _Reader:
             goodput=round(productive_s / wall_s, 4) if wall_s > 0 else None,
             productive_s=productive_s,
             wall_s=wall_s,
+            lost_samples=self._lost_samples,
+            dropped_steps=self._dropped_steps,
         )
 
 
@@ -274,6 +288,10 @@ def describe(summary: Summary) -> str:
     for name in ("lost", "joined", "left", "slow"):
         if nodes := getattr(summary, name):
             lines.append(f"nodes {name}: {', '.join(nodes)}")
+    if summary.lost_samples:
+        lines.append(f"samples lost: {summary.lost_samples} of batches that the script fed itself")
+    if summary.dropped_steps:
+        lines.append(f"steps dropped: {summary.dropped_steps}")
     lines += [f"evicted: {eviction}" for eviction in summary.evictions]
     return "\n".join(lines)
 

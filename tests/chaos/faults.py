@@ -27,6 +27,7 @@ STEP_POINTS = (
     "before-dense-step",
     "after-step",
 )
+SCRIPT_POINTS = ("between", "after-backward", "evaluating")
 RECOVERY_POINTS = ("built", "agreed", "migration", "second-layer", "moved", "settled")
 
 
@@ -36,10 +37,13 @@ class Faults:
     def __init__(self, text: str, engine: Any) -> None:
         self._engine = engine
         self._data: list[tuple[int, str]] = []
+        self._script: list[tuple[str, int, str]] = []
         for entry in filter(None, text.split(",")):
             point, step, how = (*entry.split(":"), "kill")[:3]
             if point == "data":
                 self._data.append((int(step), how))
+            elif point in SCRIPT_POINTS:
+                self._script.append((point, int(step), how))
             elif not point.startswith("join-"):
                 self._wrap(*places(engine)[point], int(step), how, entry)
 
@@ -51,11 +55,18 @@ class Faults:
                 self._data.remove((when, how))
                 strike(how, f"data:{when}:{how}")
 
+    def strike_at(self, point: str, step: int) -> None:
+        """The script is at one of its points."""
+        for entry in [entry for entry in self._script if entry[0] == point and step >= entry[1]]:
+            self._script.remove(entry)
+            strike(entry[2], ":".join(map(str, entry)))
+
     def _wrap(self, owner: Any, name: str, step: int, how: str, what: str) -> None:
         original = getattr(owner, name)
 
         def wrapped(*arguments: Any, **options: Any) -> Any:
-            if self._engine.global_steps >= step:
+            in_backward = self._engine._context.phase == "backward"
+            if self._engine.global_steps >= step and in_backward >= what.startswith("in-backward"):
                 setattr(owner, name, original)
                 if how == "lose":
                     original(*arguments, **options)
@@ -90,6 +101,9 @@ def places(engine: Any) -> dict[str, tuple[Any, str]]:
     """What is called at each point: (object, name of its function)."""
     return {
         "before-backward": (engine, "_backward"),
+        "in-forward": (engine.experts.peers, "gather_counts"),
+        "late-forward": (engine.experts.layers[1].experts, "forward"),
+        "in-backward": (engine.experts.peers, "all_to_all"),
         "dense-reduce": (engine.deepspeed_engine, "allreduce_gradients"),
         "before-reduce": (engine.experts, "reduce_gradients"),
         "in-reduce": (engine.experts._exchange, "_reduce_bucket"),

@@ -20,6 +20,7 @@ import torch
 
 from megatron_lazarus.joining import private_world
 from tests.chaos.faults import Faults, faults_while_joining
+from tests.chaos.script_worker import ScriptWorker
 from tests.distributed.drifting import force, moving
 from tests.distributed.runs import Run, build
 from tests.distributed.tiny import CLASSES, batch
@@ -140,7 +141,8 @@ def _size() -> dict[str, int]:
 def main(log_dir: Path, options: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", force=True)
     torch.set_num_threads(1)
-    Worker(log_dir, options).train()
+    worker = ScriptWorker if "loop" in options else Worker
+    worker(log_dir, options).train()
 
 
 def reference(log_dir: Path, options: dict[str, Any]) -> None:

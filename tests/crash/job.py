@@ -22,6 +22,7 @@ from megatron_lazarus.checkpoint.files import CheckpointError
 from megatron_lazarus.checkpoint.history import SaveHistory
 from megatron_lazarus.checkpoint.loading import Loader
 from megatron_lazarus.checkpoint.manifest import Manifest
+from megatron_lazarus.checkpoint.parameter_groups import ParameterGroups
 from megatron_lazarus.checkpoint.restore import read_dense, read_record
 from megatron_lazarus.checkpoint.saving import Saver
 from megatron_lazarus.moe.records import RecordBuffer, RecordLayout, TensorSpec
@@ -55,6 +56,7 @@ class _Experts:
         self.layers = [_Layer(EXPERTS)] * LAYERS
         self.buffers = [RecordBuffer(LAYOUT, slots[rank], torch.device("cpu")) for _ in range(LAYERS)]
         self.context: Any = None
+        self.parameter_groups = ParameterGroups((), 0, ())
 
 
 class _Engine:

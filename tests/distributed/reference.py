@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,23 +45,44 @@ def train(
     aux_coefficient: float,
 ) -> list[tuple[float, float]]:
     """(mean loss, gradient norm before clipping) of each step."""
+    batches = ([data(step, micro) for micro in range(micro_batches)] for step in range(steps))
+    history = train_on(num_experts, k, batches, clip, make_optimizer, make_scheduler, aux_coefficient)
+    return [(loss, norm) for loss, norm, _ in history]
+
+
+def train_on(
+    num_experts: int,
+    k: int,
+    steps: Iterable[Sequence[dict[str, Tensor]]],
+    clip: float,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
+    aux_coefficient: float,
+    evaluate_on: Sequence[dict[str, Tensor]] = (),
+) -> list[tuple[float, float, list[float]]]:
+    """(mean loss, gradient norm before clipping, losses of ``evaluate_on`` after it) of each step.
+
+    A step is the mean over its micro-batches, however many it has.
+    """
     torch.set_default_dtype(torch.float64)
     try:
         model = TinyMoE(lambda layer: ReferenceMoE(layer, num_experts, k), aux_coefficient=aux_coefficient)
         optimizer = make_optimizer(model)
         scheduler = make_scheduler(optimizer)
         history = []
-        for step in range(steps):
+        for micro_batches in steps:
             total = 0.0
-            for micro in range(micro_batches):
-                loss, _ = model(**data(step, micro))
-                (loss / micro_batches).backward()
-                total += float(loss.detach()) / micro_batches
+            for values in micro_batches:
+                loss, _ = model(**values)
+                (loss / len(micro_batches)).backward()
+                total += float(loss.detach()) / len(micro_batches)
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            history.append((total, float(norm)))
+            with torch.no_grad():
+                seen = [float(model(**values)[0]) for values in evaluate_on]
+            history.append((total, float(norm), seen))
         return history
     finally:
         torch.set_default_dtype(torch.float32)

@@ -66,7 +66,7 @@ def test_z_loss_trains_the_router_with_its_coefficient() -> None:
         ({"router": "sigmoid"}, "router 'sigmoid' routes without dropping"),
         ({"expert_bias_update_rate": 0.1}, "needs router='sigmoid'"),
         ({"noisy_gate_policy": "Loud"}, "noisy_gate_policy is 'Loud'"),
-        ({"enable_expert_tensor_parallelism": True}, "enable_expert_tensor_parallelism=True"),
+        ({"enable_expert_tensor_parallelism": True}, "enable_expert_tensor_parallelism is True"),
         ({"max_tokens_per_expert_chunk": 0}, "max_tokens_per_expert_chunk is 0"),
     ],
 )

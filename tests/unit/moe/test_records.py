@@ -116,13 +116,73 @@ def test_train_reaches_detached_experts() -> None:
     ("expert", "message"),
     [
         (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), r"'1' has dropout p=0\.1"),
-        (nn.BatchNorm1d(4), r"buffers .*running_mean"),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), r"'1' is a BatchNorm1d: .* use LayerNorm"),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()), "mixes parameter types"),
     ],
 )
 def test_experts_that_records_cannot_hold(expert: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Experts(expert, 2)
+
+
+class Scaled(nn.Module):
+    """Buffers of several types; one of them counts if it is asked to."""
+
+    def __init__(self, index: int, shift: float = 0.5) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("order", torch.randperm(4))
+        self.register_buffer("scale", torch.full((3,), float(index + 1)))
+        self.register_buffer("shift", torch.tensor(shift), persistent=False)
+        self.how = "not at all"
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.how == "in place":
+            self.scale.add_(1.0)
+        elif self.how == "by assignment":
+            self.scale = self.scale + 1.0
+        result: torch.Tensor = self.linear(rows)[:, self.order] * self.scale[0] + self.shift
+        return result
+
+
+def test_buffers_live_in_records() -> None:
+    torch.manual_seed(3)
+    experts = Experts(Scaled, 3)
+    own = [{k: v.clone() for k, v in module.state_dict().items()} for module in experts.deepspeed_experts]
+    rows = torch.randn(6, 4)
+    before = experts(rows, [2, 1, 3])
+    layout = experts.layout({"linear.weight": 0, "linear.bias": 0}, STATE)
+    assert [spec.name for spec in layout.buffers] == ["order", "scale"]
+    experts.detach()
+    buffer = RecordBuffer(layout, (2, 0, 1), torch.device("cpu"))
+    for slot, expert in enumerate(buffer.experts):
+        buffer.rows[slot] = experts.initial_record(layout, expert, buffer.rows.device).rows[0]
+    experts.bind(buffer)
+    assert torch.equal(torch.cat([experts(rows, [2, 1, 3])]), before)
+    state = experts.state_dict()
+    for expert in range(3):
+        for name, value in own[expert].items():
+            assert torch.equal(state[f"deepspeed_experts.{expert}.{name}"], value), name
+    assert len(state) == 3 * 4
+    # The row is all there is of an expert: moved bytes take the buffers along.
+    buffer.rows[0] = buffer.rows[1]
+    assert torch.equal(buffer.buffer_views(0)["order"], own[0]["order"])
+    assert torch.equal(experts(rows, [0, 0, 6]), experts(rows, [6, 0, 0]))
+
+
+@pytest.mark.parametrize("how", ["in place", "by assignment"])
+def test_buffers_that_change_are_refused(how: str) -> None:
+    experts = Experts(Scaled, 2)
+    experts(torch.randn(2, 4), [1, 1])
+    experts.deepspeed_experts[1].how = how
+    with pytest.raises(RuntimeError, match="changes its buffer 'scale' when it computes"):
+        experts(torch.randn(2, 4), [1, 1])
+
+
+def test_buffers_outside_of_the_state_must_be_alike() -> None:
+    experts = Experts(lambda index: Scaled(index, shift=float(index)), 2)
+    with pytest.raises(ValueError, match="experts differ in their buffer 'shift'"):
+        experts.layout({}, STATE)
 
 
 def test_predicted_activation_bytes() -> None:

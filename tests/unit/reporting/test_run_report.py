@@ -102,3 +102,16 @@ def test_no_job_and_no_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "events.jsonl").write_text("nonsense\n", encoding="utf-8")
     assert main(["report", "--log-dir", str(tmp_path)]) == 1
     assert "is not a file of events" in capsys.readouterr().err
+
+
+def test_what_loops_of_scripts_have_lost() -> None:
+    assert "lost:" not in describe(summarize(EVENTS)).replace("nodes lost", "")
+    more = [
+        {"kind": "samples lost", "steps": 20, "samples": 8, "total": 8},
+        {"kind": "step dropped", "steps": 30, "total": 1, "why": "its loss was computed outside"},
+        {"kind": "samples lost", "steps": 30, "samples": 24, "total": 32},
+    ]
+    where = {"time": 0.0, "generation": 1, "step": 20, "node": "node0"}
+    summary = summarize([*EVENTS[:-1], *({**where, **event} for event in more), EVENTS[-1]])
+    assert (summary.lost_samples, summary.dropped_steps) == (32, 1)
+    assert "samples lost: 32 of batches that the script fed itself\nsteps dropped: 1" in describe(summary)
