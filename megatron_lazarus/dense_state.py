@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def pack(engine: Any) -> bytes:

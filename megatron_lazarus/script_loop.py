@@ -377,12 +377,18 @@ class ScriptLoop:
             self.data.restore(position["training_data"])
 
     def counters(self) -> dict[str, int]:
-        """What a newcomer takes over from another rank."""
-        step = self.data.step if self.data is not None else 0
-        return {"data_step": step, "lost_samples": self.lost_samples, "dropped_steps": self.dropped_steps}
+        """What a newcomer takes over from another rank, which may be in a step that is about to be repeated."""
+        step = self._step
+        return {
+            "data_step": self.data.step if self.data is not None else 0,
+            "lost_samples": self.lost_samples,
+            "dropped_steps": self.dropped_steps,
+            "micro_steps": step.micro_steps_before if step.begun else self.engine.micro_steps,
+        }
 
     def adopt(self, counters: Mapping[str, int]) -> None:
         """Take over ``counters()`` of a run in progress."""
         self.lost_samples, self.dropped_steps = counters["lost_samples"], counters["dropped_steps"]
+        self.engine.deepspeed_engine.micro_steps = counters["micro_steps"]
         if self.data is not None:
             self.data.join(counters["data_step"])

@@ -27,7 +27,7 @@ STEP_POINTS = (
     "before-dense-step",
     "after-step",
 )
-SCRIPT_POINTS = ("between", "after-backward", "evaluating")
+SCRIPT_POINTS = ("between", "after-backward", "second", "evaluating")
 RECOVERY_POINTS = ("built", "agreed", "migration", "second-layer", "moved", "settled")
 
 

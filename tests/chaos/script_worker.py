@@ -90,6 +90,7 @@ class ScriptWorker:
         )
         self._iterator: Any = None
         self._fed = 0
+        self._buffer: dict[str, Tensor] = {}
         self._stream = int(os.environ.get("LAZARUS_NODE", "n0")[1:]) * 100_000 + os.getpid() % 97 * 1000
         self._know(range(options["data"]))
         self.faults = Faults(text, self.engine)
@@ -174,6 +175,27 @@ class ScriptWorker:
         self.engine.backward(loss)
         self.faults.strike_at("after-backward", self.engine.global_steps)
         self.engine.step()
+
+    def _two_forwards(self) -> None:
+        """Two micro-batches of a step at once; their losses are taken in the other order."""
+        losses = []
+        for _ in range(2):
+            values = self.fetch()
+            losses.append(self.engine(values["tokens"], values["labels"])[0])
+        for loss in reversed(losses):
+            self.engine.backward(loss)
+            self.engine.step()
+
+    def _one_buffer(self) -> None:
+        """Every micro-batch of a step in the same memory."""
+        for index in range(int(self.engine.gradient_accumulation_steps())):
+            for name, values in self.fetch().items():
+                self._buffer.setdefault(name, torch.zeros_like(values)).copy_(values)
+            if index == 1:
+                self.faults.strike_at("second", self.engine.global_steps)
+            loss, _ = self.engine(self._buffer["tokens"], self._buffer["labels"])
+            self.engine.backward(loss)
+            self.engine.step()
 
     def _outside(self) -> None:
         """As a script that takes the model's output and applies a criterion of its own."""

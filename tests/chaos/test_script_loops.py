@@ -201,3 +201,53 @@ def test_dropout_is_drawn_again(nursery: Nursery, tmp_path: Path, data: int) -> 
         job.add("n0", fault="before-vote:3")
         ledger = job.check()
         assert ledger.of("drew")
+
+
+@pytest.mark.parametrize(
+    ("data", "point"),
+    [
+        (0, "late-forward"),
+        extensive(0, "in-backward"),
+        extensive(EVERY_SAMPLE, "late-forward"),
+        extensive(EVERY_SAMPLE, "in-backward"),
+    ],
+)
+def test_losses_whose_forwards_were_repeated(nursery: Nursery, tmp_path: Path, data: int, point: str) -> None:
+    """The script still has the first forward's output, which was computed again in another world."""
+    section = {"experts": {"min_replicas": 3}}
+    with script_job(nursery, tmp_path, 4, "two_forwards", data, micro_batches=8, section=section) as job:
+        job.add("n2", "n3")
+        job.add("n0", "n1", fault=f"{point}:2")
+        ledger = job.check()
+        assert job.lost_and_dropped(ledger) == (0 if data else 2 * 2 * BATCH, 0)
+
+
+def test_a_step_whose_inputs_were_overwritten_is_dropped(nursery: Nursery, tmp_path: Path) -> None:
+    with script_job(nursery, tmp_path, 4, "one_buffer", micro_batches=8) as job:
+        job.add("n1", "n2", "n3")
+        job.add("n0", fault="second:3")
+        ledger = job.check()
+        assert job.lost_and_dropped(ledger) == (4 * 2 * BATCH, 1)
+        (event,) = [event for event in job.events() if event["kind"] == "step dropped"]
+        assert "changed in place" in event["why"]
+
+
+@pytest.mark.parametrize(
+    ("loop", "data"),
+    [("own", EVERY_SAMPLE), extensive("own", 0), extensive("function", EVERY_SAMPLE), extensive("outside", 0)],
+)
+def test_newcomer_takes_part_in_the_step_that_is_repeated(
+    nursery: Nursery, tmp_path: Path, loop: str, data: int
+) -> None:
+    """Too few are left in the middle of a step: it is done again with whoever comes."""
+    settings = {"min_nodes": 3, "join_window_s": 60}
+    with script_job(nursery, tmp_path, 3, loop, data, micro_batches=6, settings=settings) as job:
+        job.add("n1", "n2")
+        job.add("n0", fault="before-vote:3")
+        job.wait_for("failure", node="n0")
+        job.add("n3")
+        ledger = job.check()
+        assert worlds(job) == [3, 3]
+        share = 2 * BATCH
+        expected = (0, 0) if data else (4 * share, 1) if loop == "outside" else (share, 0)
+        assert job.lost_and_dropped(ledger) == expected

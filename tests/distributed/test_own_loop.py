@@ -292,3 +292,55 @@ def test_training_data_gives_the_same_at_any_world_size(workers: Pools, how: str
 
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def resumed_run(rank: int, world: int, folder: str, steps: int) -> list[tuple[int, float]]:
+    """Go on from the checkpoint, if any, up to so many steps, and save: (step, loss)."""
+    import megatron_lazarus
+
+    torch.set_default_dtype(torch.float64)
+    model = TinyMoE(lazarus_moe(EXPERTS, **OPTIONS), aux_coefficient=AUX)
+    optimizer = make_optimizer("adam")(model)
+    engine, _, loader, _ = megatron_lazarus.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=make_scheduler(optimizer),
+        training_data=Dataset(),
+        collate_fn=collate,
+        config={
+            "train_batch_size": 5 * BATCH,
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_clipping": 0.5,
+            "lazarus": {},
+        },
+    )
+    _, client_state = engine.load_checkpoint(folder)
+    assert client_state is None or (client_state["mine"] == 1 and not any("lazarus" in key for key in client_state))
+    losses: list[tuple[int, float]] = []
+    before = engine.global_steps
+    while engine.global_steps < steps:
+        for values in loader:
+            engine.backward(engine(**values)[0])
+            engine.step()
+            if engine.global_steps > before:
+                before = engine.global_steps
+                losses.append((before - 1, engine.protocol.result().loss))
+            if engine.global_steps == steps:
+                break
+    assert engine.save_checkpoint(folder, client_state={"mine": 1})
+    engine.finish()
+    return losses
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_on_other_ranks(workers: Pools, tmp_path: Path) -> None:
+    total, count = 5, len(Dataset())
+    order = [i for epoch in range(3) for i in torch.randperm(count, generator=_seeded(epoch)).tolist()]
+    size = total * BATCH
+    windows = [order[start : start + size] for start in range(0, len(order), size)]
+    steps = [[collate([Dataset()[i] for i in window[m::total]]) for m in range(total)] for window in windows]
+    truth = reference.train_on(EXPERTS, 2, steps, 0.5, make_optimizer("adam"), make_scheduler, AUX)
+    seen: list[tuple[int, float]] = []
+    for world, until in ((2, 2), (3, 4), (1, 7)):
+        seen += workers(world)(resumed_run, str(tmp_path), until, timeout=120)[0]
+    assert [step for step, _ in seen] == list(range(7))
+    assert [loss for _, loss in seen] == pytest.approx([loss for loss, _, _ in truth[:7]], rel=1e-9)
