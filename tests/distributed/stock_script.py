@@ -80,9 +80,9 @@ def client_optimizer(model: nn.Module, kind: str) -> Any:
     return torch.optim.AdamW(parameters, lr=0.003, eps=1e-3)
 
 
-def build(optimizer: str, config: dict[str, Any], **options: Any) -> Any:
-    """The engine: seeded, constructed, initialised as every such script does it."""
-    torch.manual_seed(17)
+def build(rank: int, optimizer: str, config: dict[str, Any], **options: Any) -> Any:
+    """The engine: constructed and initialised as every such script does it, each rank from a seed of its own."""
+    torch.manual_seed(17 + rank)
     model = Classifier(**options)
     client = client_optimizer(model, optimizer)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -100,6 +100,11 @@ def outputs(engine: Any, rank: int) -> Tensor:
         logits = engine(data(999, rank, 0)[0].to(next(engine.module.parameters()).dtype))[0]
     engine.train()
     return logits.float().clone()
+
+
+def types(engine: Any) -> set[tuple[str, str]]:
+    """The type of every tensor of the state, whichever expert's."""
+    return {(name.rpartition(".")[2], str(value.dtype)) for name, value in engine.module.state_dict().items()}
 
 
 def train(engine: Any, rank: int, steps: int, first: int = 0) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -37,12 +38,14 @@ def overridden(under: str) -> Iterator[dict[str, Any]]:
 
 def _config(extra: dict[str, Any], section: dict[str, Any]) -> dict[str, Any]:
     # Stock's norm depends on the layout of experts.
-    return {"train_micro_batch_size_per_gpu": 16, "gradient_clipping": 0.0, **extra, **section}
+    config = {"train_micro_batch_size_per_gpu": 16, "gradient_clipping": 0.0, **extra, **section}
+    # DeepSpeed 0.18.9 takes what it has read out of the JSON.
+    return copy.deepcopy(config)
 
 
 def run(rank: int, world: int, under: str, optimizer: str, extra: dict[str, Any], options: dict[str, Any]) -> Any:
     with overridden(under) as section:
-        engine = stock_script.build(optimizer, _config(extra, section), **options)
+        engine = stock_script.build(rank, optimizer, _config(extra, section), **options)
         return type(engine).__name__, stock_script.train(engine, rank, STEPS)
 
 
@@ -93,18 +96,18 @@ def first(rank: int, world: int, under: str, folder: str, case: str, ep_size: in
     """Train, save, look, go on."""
     optimizer, extra, options = SAVED[case]
     with overridden(under) as section:
-        engine = stock_script.build(optimizer, _config(extra, section), num_experts=4, ep_size=ep_size, **options)
+        engine = stock_script.build(rank, optimizer, _config(extra, section), num_experts=4, ep_size=ep_size, **options)
         stock_script.train(engine, rank, FIRST)
         engine.save_checkpoint(folder, client_state={"epoch": 2})
         outputs = stock_script.outputs(engine, rank)
-        return stock_script.train(engine, rank, THEN, FIRST), outputs
+        return stock_script.train(engine, rank, THEN, FIRST), (outputs, stock_script.types(engine))
 
 
 def then(rank: int, world: int, under: str, folder: str, case: str, ep_size: int) -> tuple[list[float], Any]:
     """Load, look, go on."""
     optimizer, extra, options = SAVED[case]
     with overridden(under) as section:
-        engine = stock_script.build(optimizer, _config(extra, section), num_experts=4, ep_size=ep_size, **options)
+        engine = stock_script.build(rank, optimizer, _config(extra, section), num_experts=4, ep_size=ep_size, **options)
         before = stock_script.outputs(engine, rank)
         path, client_state = engine.load_checkpoint(folder)
         assert path is not None
@@ -113,15 +116,16 @@ def then(rank: int, world: int, under: str, folder: str, case: str, ep_size: int
         assert engine.global_steps == FIRST
         outputs = stock_script.outputs(engine, rank)
         assert not torch.allclose(before, outputs, atol=1e-3), "a load that changes nothing proves nothing"
-        return stock_script.train(engine, rank, THEN, FIRST), outputs
+        return stock_script.train(engine, rank, THEN, FIRST), (outputs, stock_script.types(engine))
 
 
 def _same(
     mine: list[tuple[list[float], Any]], theirs: list[tuple[list[float], Any]], case: str, go_on: bool = True
 ) -> None:
     tolerance = 3e-2 if "bf16" in case else 1e-5
-    for (losses, outputs), (expected, expected_outputs) in zip(mine, theirs, strict=True):
+    for (losses, (outputs, types)), (expected, (expected_outputs, expected_types)) in zip(mine, theirs, strict=True):
         assert torch.allclose(outputs, expected_outputs, rtol=0, atol=tolerance)
+        assert types == expected_types
         assert losses[: None if go_on else 1] == pytest.approx(expected[: None if go_on else 1], abs=tolerance)
 
 
@@ -161,7 +165,7 @@ def zero(rank: int, world: int, under: str, folder: str, stage: int) -> Any:
     with overridden(under) as section:
         extra = {**ADAM, "zero_optimization": {"stage": stage}}
         config = _config(extra, section)
-        engine = stock_script.build("json", config, num_experts=4, ep_size=2, use_rts=False)
+        engine = stock_script.build(rank, "json", config, num_experts=4, ep_size=2, use_rts=False)
         if under == "stock":
             stock_script.train(engine, rank, FIRST)
             engine.save_checkpoint(folder)
