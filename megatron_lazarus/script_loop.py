@@ -319,7 +319,7 @@ class ScriptLoop:
         ``reports`` by rank, None of newcomers; ``current``: whether a rank's is about the operation in progress now.
         """
         step = self._step
-        step.ready, step.next_call = False, 0
+        step.ready = False
         begun = [one for one, now in zip(reports, current, strict=True) if now and one is not None and one["begun"]]
         if self.data is not None:
             # A script that was told that there is more to the step goes on with it.

@@ -65,8 +65,11 @@ class Faults:
         original = getattr(owner, name)
 
         def wrapped(*arguments: Any, **options: Any) -> Any:
-            in_backward = self._engine._context.phase == "backward"
-            if self._engine.global_steps >= step and in_backward >= what.startswith("in-backward"):
+            fits = {
+                "in-backward": self._engine._context.phase == "backward",
+                "evaluated": not self._engine.module.training,
+            }.get(what.split(":")[0], True)
+            if self._engine.global_steps >= step and fits:
                 setattr(owner, name, original)
                 if how == "lose":
                     original(*arguments, **options)
@@ -101,6 +104,7 @@ def places(engine: Any) -> dict[str, tuple[Any, str]]:
     """What is called at each point: (object, name of its function)."""
     return {
         "before-backward": (engine, "_backward"),
+        "evaluated": (engine.deepspeed_engine, "forward"),
         "in-forward": (engine.experts.peers, "gather_counts"),
         "late-forward": (engine.experts.layers[1].experts, "forward"),
         "in-backward": (engine.experts.peers, "all_to_all"),

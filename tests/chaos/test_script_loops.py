@@ -162,12 +162,13 @@ def test_run_step(nursery: Nursery, tmp_path: Path, loop: str, data: int, point:
         assert job.lost_and_dropped(ledger) == (0 if data else shares_of_the_lost(job, ledger), 0)
 
 
-@pytest.mark.parametrize("data", [0, EVERY_SAMPLE])
-def test_death_in_an_evaluation(nursery: Nursery, tmp_path: Path, data: int) -> None:
+@pytest.mark.parametrize(("data", "how"), [(0, "kill"), (EVERY_SAMPLE, "lose"), extensive(EVERY_SAMPLE, "kill")])
+def test_evaluation_is_repeated(nursery: Nursery, tmp_path: Path, data: int, how: str) -> None:
+    """A node dies in it, or does not get what the others have got."""
     with script_job(nursery, tmp_path, 4, "own", data, eval_every=2) as job:
         job.add("n1", "n3")
         for node, step in (("n0", 2), ("n2", 4)):
-            job.add(node, fault=f"evaluating:{step}")
+            job.add(node, fault=f"evaluating:{step}" if how == "kill" else f"evaluated:{step}:lose")
         ledger = job.check()
         assert {line["step"] for line in ledger.of("eval")} == {2, 4, 6, 8}
         assert job.lost_and_dropped(ledger) == (0, 0)

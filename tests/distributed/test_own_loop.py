@@ -215,8 +215,8 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def data_run(rank: int, world: int, how: str, total: int) -> tuple[list[float], list[float], int]:
-    """Losses and norms by step, and batches of this rank."""
+def data_run(rank: int, world: int, how: str, total: int) -> tuple[list[float], list[float], int, list[float]]:
+    """Losses and norms by step, batches of this rank, and tokens of a step that reached experts, by layer."""
     import megatron_lazarus
 
     torch.set_default_dtype(torch.float64)
@@ -244,7 +244,7 @@ def data_run(rank: int, world: int, how: str, total: int) -> tuple[list[float], 
                 result = engine.protocol.result()
                 losses.append(result.loss)
                 norms.append(result.grad_norm)
-    return losses, norms, batches
+    return losses, norms, batches, [float(load.sum()) for load in engine.experts.loads]
 
 
 def one_by_one(given: Any) -> Any:
@@ -283,10 +283,12 @@ def test_training_data_gives_the_same_at_any_world_size(workers: Pools, how: str
     steps = [[collate([Dataset()[i] for i in window[m::total]]) for m in range(total)] for window in windows]
     truth = reference.train_on(EXPERTS, 2, steps, 0.5, make_optimizer("adam"), make_scheduler, AUX)
     for world in (1, 2, 3):
-        for losses, norms, batches in workers(world)(data_run, how, total, timeout=120):
+        for losses, norms, batches, tokens in workers(world)(data_run, how, total, timeout=120):
             assert losses == pytest.approx([loss for loss, _, _ in truth], rel=1e-9)
             assert norms == pytest.approx([norm for _, norm, _ in truth], rel=1e-9)
             assert batches == len(windows) * -(-total // world)
+            # Twelve tokens a sample, two experts each; those of batches that count for nothing reach none.
+            assert tokens == pytest.approx([size * 12 * 2] * 2)
     assert Counter(order) == Counter(list(range(count)) * 2)
 
 
