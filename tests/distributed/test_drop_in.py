@@ -22,13 +22,13 @@ WORLD, STEPS = 2, 20
 
 
 @contextmanager
-def overridden(under: str) -> Iterator[dict[str, Any]]:
+def overridden(under: str, experts: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """The process as the launcher would have prepared it; yields what the JSON has of lazarus."""
     from megatron_lazarus.patches import undo_all
 
     from megatron_lazarus.script import prepare
 
-    section = {"lazarus": {}} if under == "lazarus" else {}
+    section = {"lazarus": {"experts": experts or {}}} if under == "lazarus" else {}
     prepare(section.get("lazarus"))
     try:
         yield section
@@ -103,10 +103,12 @@ def first(rank: int, world: int, under: str, folder: str, case: str, ep_size: in
         return stock_script.train(engine, rank, THEN, FIRST), (outputs, stock_script.types(engine))
 
 
-def then(rank: int, world: int, under: str, folder: str, case: str, ep_size: int) -> tuple[list[float], Any]:
+def then(
+    rank: int, world: int, under: str, folder: str, case: str, ep_size: int, experts: dict[str, Any] | None = None
+) -> tuple[list[float], Any]:
     """Load, look, go on."""
     optimizer, extra, options = SAVED[case]
-    with overridden(under) as section:
+    with overridden(under, experts) as section:
         engine = stock_script.build(rank, optimizer, _config(extra, section), num_experts=4, ep_size=ep_size, **options)
         before = stock_script.outputs(engine, rank)
         path, client_state = engine.load_checkpoint(folder)
@@ -189,6 +191,6 @@ def test_damage_is_found_before_anything_changes(workers: Pools, tmp_path: Path)
     damaged = tmp_path / f"global_step{FIRST}" / "layer_1_expert_3_mp_rank_00_model_states.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     with pytest.raises(WorkersFailed, match=f"{damaged.name} cannot be read safely") as failed:
-        workers(WORLD)(then, "lazarus", str(tmp_path), "split", 2)
-    # Also the rank that has no need of that file.
-    assert len(failed.value.failures) == WORLD
+        workers(WORLD)(then, "lazarus", str(tmp_path), "split", 2, {"min_replicas": 1})
+    # Also by the rank that has no need of that file.
+    assert [failure.kind for failure in failed.value.failures] == ["CheckpointError"] * WORLD
