@@ -170,8 +170,7 @@ class Elastic:
         self.membership.built()
         # Who stands furthest behind is told by these numbers, so all must count from the same moment.
         self._collectives = 0
-        with self.groups.tracking():
-            repoint(engine.deepspeed_engine, generation.rank, generation.world_size, engine.sizes.micro_batches)
+        repoint(engine.deepspeed_engine, generation.rank, generation.world_size, engine.sizes.micro_batches)
         clock.lap("build")
         # Nothing that was being saved goes on; what is complete, is complete for all.
         self._saved = engine._checkpoint.interrupt()

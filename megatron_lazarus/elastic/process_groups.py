@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -10,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -114,23 +113,6 @@ class ProcessGroups:
                 if time.monotonic() > deadline:
                     raise BuildFailed(f"no store at {host}:{port}: {error}") from error
                 time.sleep(REACH_INTERVAL_S)
-
-    @contextlib.contextmanager
-    def tracking(self) -> Iterator[None]:
-        """Make further groups of this generation within it: with the short limit, and within reach of ``unblock``."""
-        c10d: Any = dist.distributed_c10d
-        names = ("default_pg_timeout", "default_pg_nccl_timeout")
-        before = {name: getattr(c10d, name) for name in names}
-        for name in names:
-            setattr(c10d, name, self._short)
-        try:
-            with self._sockets.recording():
-                yield
-        finally:
-            for name in names:
-                setattr(c10d, name, before[name])
-        for group in list(c10d._world.pg_map):
-            c10d._set_pg_timeout(self._long, group)
 
     def unblock(self, generation: int) -> None:
         """Free the main thread from a collective of that generation; called by the watchdog's thread."""
