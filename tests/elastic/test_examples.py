@@ -23,7 +23,8 @@ def deepspeed(*arguments: str | Path) -> list[str]:
 
 
 def under_stock(name: str, *options: str | Path) -> list[str]:
-    return deepspeed(EXAMPLES / f"{name}.py", *options, "--deepspeed_config", EXAMPLES / f"{name}.json")
+    module = ("--module", "tests.elastic.stock_script")
+    return deepspeed(*module, EXAMPLES / f"{name}.py", *options, "--deepspeed_config", EXAMPLES / f"{name}.json")
 
 
 def under_lazarus(name: str, logs: Path, *options: str | Path) -> list[str]:
