@@ -179,8 +179,10 @@ class ScriptWorker:
     def _two_forwards(self) -> None:
         """Two micro-batches of a step at once; their losses are taken in the other order."""
         losses = []
-        for _ in range(2):
+        for index in range(2):
             values = self.fetch()
+            if index == 1:
+                self.faults.strike_at("second", self.engine.global_steps)
             losses.append(self.engine(values["tokens"], values["labels"])[0])
         for loss in reversed(losses):
             self.engine.backward(loss)
