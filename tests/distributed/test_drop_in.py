@@ -66,8 +66,9 @@ if STOCK_RESUMES:
     CASES["top-3, dropping"] = ("split", {}, {"k": 3, "capacity_factor": 0.7})
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "ep_size"), [*((case, 2) for case in CASES), ("defaults", 1), ("residual", 1), ("callable", 1)]
+)
 def test_the_same_losses(workers: Pools, case: str, ep_size: int) -> None:
     optimizer, extra, options = CASES[case]
     options = {"num_experts": 4, "ep_size": ep_size, **options}
@@ -86,7 +87,8 @@ FIRST, THEN = 3, 4
 SAVED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "json, residual": ("json", ADAM, {"use_rts": False, "use_residual": True}),
     "split": ("split", {}, {"k": 2, "top2_2nd_expert_sampling": False}),
-    "split into chunks, bf16": ("chunks", {"bf16": {"enabled": True}}, {"k": 3, "drop_tokens": False}),
+    # All experts for every token: the two round differently in bf16, which may change a close choice.
+    "split into chunks, bf16": ("chunks", {"bf16": {"enabled": True}}, {"k": 4, "drop_tokens": False}),
     "whole, sgd": ("sgd", {}, {"use_rts": False, "drop_tokens": False}),
     "one group": ("whole", {}, {"use_rts": False}),
 }
@@ -126,7 +128,7 @@ def _same(
 ) -> None:
     tolerance = 3e-2 if "bf16" in case else 1e-5
     for (losses, (outputs, types)), (expected, (expected_outputs, expected_types)) in zip(mine, theirs, strict=True):
-        assert torch.allclose(outputs, expected_outputs, rtol=0, atol=tolerance)
+        assert float((outputs - expected_outputs).abs().max()) <= tolerance
         assert types == expected_types
         assert losses[: None if go_on else 1] == pytest.approx(expected[: None if go_on else 1], abs=tolerance)
 
