@@ -22,13 +22,13 @@ WORLD, STEPS = 2, 20
 
 
 @contextmanager
-def overridden(under: str) -> Iterator[dict[str, Any]]:
+def overridden(under: str, experts: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """The process as the launcher would have prepared it; yields what the JSON has of lazarus."""
     from megatron_lazarus.patches import undo_all
 
     from megatron_lazarus.script import prepare
 
-    section = {"lazarus": {}} if under == "lazarus" else {}
+    section = {"lazarus": {"experts": experts or {}}} if under == "lazarus" else {}
     prepare(section.get("lazarus"))
     try:
         yield section
@@ -66,8 +66,9 @@ if STOCK_RESUMES:
     CASES["top-3, dropping"] = ("split", {}, {"k": 3, "capacity_factor": 0.7})
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "ep_size"), [*((case, 2) for case in CASES), ("defaults", 1), ("residual", 1), ("callable", 1)]
+)
 def test_the_same_losses(workers: Pools, case: str, ep_size: int) -> None:
     optimizer, extra, options = CASES[case]
     options = {"num_experts": 4, "ep_size": ep_size, **options}
@@ -86,7 +87,8 @@ FIRST, THEN = 3, 4
 SAVED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "json, residual": ("json", ADAM, {"use_rts": False, "use_residual": True}),
     "split": ("split", {}, {"k": 2, "top2_2nd_expert_sampling": False}),
-    "split into chunks, bf16": ("chunks", {"bf16": {"enabled": True}}, {"k": 3, "drop_tokens": False}),
+    # All experts for every token: the two round differently in bf16, which may change a close choice.
+    "split into chunks, bf16": ("chunks", {"bf16": {"enabled": True}}, {"k": 4, "drop_tokens": False}),
     "whole, sgd": ("sgd", {}, {"use_rts": False, "drop_tokens": False}),
     "one group": ("whole", {}, {"use_rts": False}),
 }
@@ -103,10 +105,12 @@ def first(rank: int, world: int, under: str, folder: str, case: str, ep_size: in
         return stock_script.train(engine, rank, THEN, FIRST), (outputs, stock_script.types(engine))
 
 
-def then(rank: int, world: int, under: str, folder: str, case: str, ep_size: int) -> tuple[list[float], Any]:
+def then(
+    rank: int, world: int, under: str, folder: str, case: str, ep_size: int, experts: dict[str, Any] | None = None
+) -> tuple[list[float], Any]:
     """Load, look, go on."""
     optimizer, extra, options = SAVED[case]
-    with overridden(under) as section:
+    with overridden(under, experts) as section:
         engine = stock_script.build(rank, optimizer, _config(extra, section), num_experts=4, ep_size=ep_size, **options)
         before = stock_script.outputs(engine, rank)
         path, client_state = engine.load_checkpoint(folder)
@@ -124,7 +128,7 @@ def _same(
 ) -> None:
     tolerance = 3e-2 if "bf16" in case else 1e-5
     for (losses, (outputs, types)), (expected, (expected_outputs, expected_types)) in zip(mine, theirs, strict=True):
-        assert torch.allclose(outputs, expected_outputs, rtol=0, atol=tolerance)
+        assert float((outputs - expected_outputs).abs().max()) <= tolerance
         assert types == expected_types
         assert losses[: None if go_on else 1] == pytest.approx(expected[: None if go_on else 1], abs=tolerance)
 
@@ -189,6 +193,6 @@ def test_damage_is_found_before_anything_changes(workers: Pools, tmp_path: Path)
     damaged = tmp_path / f"global_step{FIRST}" / "layer_1_expert_3_mp_rank_00_model_states.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     with pytest.raises(WorkersFailed, match=f"{damaged.name} cannot be read safely") as failed:
-        workers(WORLD)(then, "lazarus", str(tmp_path), "split", 2)
-    # Also the rank that has no need of that file.
-    assert len(failed.value.failures) == WORLD
+        workers(WORLD)(then, "lazarus", str(tmp_path), "split", 2, {"min_replicas": 1})
+    # Also by the rank that has no need of that file.
+    assert [failure.kind for failure in failed.value.failures] == ["CheckpointError"] * WORLD

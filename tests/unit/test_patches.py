@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -130,6 +132,44 @@ def test_a_known_version_must_be_as_it_is_known(monkeypatch: pytest.MonkeyPatch)
     assert registry.state_of(patch)[0] == "applies"
     monkeypatch.setattr(registry, "version", lambda distribution: "1.1")
     assert registry.state_of(patch)[0] == "does not fit"
+
+
+def test_a_source_archive_is_read_like_what_is_loaded(tmp_path: Path) -> None:
+    """Nothing of it is imported; a name is followed to where it is defined."""
+    package = tmp_path / "upstream"
+    (package / "inner").mkdir(parents=True)
+    (tmp_path / "PKG-INFO").write_text("Name: pytest\nVersion: 1.5\n\nVersion: of the description\n")
+    (package / "__init__.py").write_text("from .inner import *\nfrom .other import Heir as _\nraise ImportError\n")
+    (package / "inner" / "__init__.py").write_text("from .home import Upstream\n")
+    home = package / "inner" / "home.py"
+    text = textwrap.dedent(inspect.getsource(Upstream))
+    home.write_text(f"import os\n\n\n# a comment\n{text}")
+    patch = dataclasses.replace(FIRST, target="upstream.inner.home:Upstream.first")
+    assert registry.state_in(tmp_path, patch) == ("applies", "")
+    whole = definition_of(Upstream)
+    for target in ("upstream:Upstream", "upstream.inner:Upstream", "upstream.inner.home:Upstream"):
+        named = dataclasses.replace(
+            FIRST, target=target, signature=whole.signature, fingerprints={"1.5": whole.fingerprint}
+        )
+        assert registry.state_in(tmp_path, named) == ("applies", ""), target
+
+    def why(**changes: Any) -> str:
+        state, text = registry.state_in(tmp_path, dataclasses.replace(patch, **changes))
+        assert state == "does not fit"
+        return text
+
+    assert "is missing in" in why(target="upstream.inner.home:Upstream.third")
+    assert "there is no module upstream.outer" in why(target="upstream.outer:Upstream.first")
+    assert "is for pytest <1, found pytest 1.5" in why(versions="<1")
+    # Comments and blank lines do not matter, anything else does.
+    home.write_text(home.read_text().replace("        return value", "\n        # why\n        return value"))
+    assert registry.state_in(tmp_path, patch)[0] == "applies"
+    home.write_text(home.read_text().replace("return value", "return 2 * value"))
+    assert "has a body with fingerprint" in why()
+    home.write_text(home.read_text().replace("value: int", "amount: int"))
+    assert "has the signature (self, amount), expected (self, value)" in why()
+    (tmp_path / "PKG-INFO").unlink()
+    assert "is no source archive" in why()
 
 
 # -- the real ones --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 
 from megatron_lazarus.checkpoint.manifest import Manifest
 from megatron_lazarus.checkpoint.owner import Owner
+from megatron_lazarus.checkpoint.parameter_groups import KEY, ParameterGroups, adapted
 from megatron_lazarus.checkpoint.restore import read_dense, read_record
 from megatron_lazarus.cli import main
 from tests.unit.checkpoint.synthetic import Saves, dense_state, record
@@ -226,6 +227,12 @@ def test_export_and_import_give_the_same_back(
                 wanted = (weights if name.startswith("master") else moments)[name]
                 assert same(tensor, wanted), (layer, expert, name)
     found, wanted = read_dense(str(again), manifest), dense_state(2, 4, 40)
+    # For a script that has no groups of their own for experts: the parameters of those that there are.
+    there = ParameterGroups.from_json(found[KEY])
+    assert any(group.moe for group in there.groups) == (groups == "split")
+    whole = (replace(there.groups[0], parameters=tuple(p for group in there.groups for p in group.parameters)),)
+    found = adapted(found, replace(there, groups=whole, here=1))
+    assert KEY not in found
     for state in (found, wanted):
         state["optimizer"]["optimizer_state_dict"]["param_groups"][0].pop("name", None)
     assert found.pop("dp_world_size") == 2
