@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_lazarus.config import ConfigError, LazarusConfig, load_config
-from megatron_lazarus.script_end import MADE, end_with
+from megatron_lazarus.script_end import end_with
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,9 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
-    prepare(load_config(options.lazarus_config).get("lazarus"))
+    engines: list[Any] = []
+    prepare(load_config(options.lazarus_config).get("lazarus"), engines)
     sys.argv = [options.script, *options.arguments]
-    end_with(lambda: _run(options))
+    end_with(lambda: _run(options), engines)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -52,16 +53,17 @@ def _run_file(path: str) -> None:
     exec(code, module.__dict__)
 
 
-def prepare(section: Any) -> None:
+def prepare(section: Any, engines: list[Any] | None = None) -> None:
     """Make this process one in which DeepSpeed is overridden; without an enabled ``section`` do nothing.
 
-    Raises ConfigError, and PatchError before anything is changed.
+    Engines that the script makes are added to ``engines``. Raises ConfigError, and PatchError before anything is
+    changed.
     """
     if section is None or not LazarusConfig.from_json(section).enabled:
         return
     from megatron_lazarus.patches import apply_all, drop_in
 
-    apply_all(drop_in(section))
+    apply_all(drop_in(section, engines))
 
 
 def prepare_world(section: Any) -> None:
@@ -73,11 +75,13 @@ def prepare_world(section: Any) -> None:
         private_world()
 
 
-def initialize_script(original: Callable[..., Any], section: Any, *arguments: Any, **options: Any) -> Any:
+def initialize_script(
+    original: Callable[..., Any], section: Any, engines: list[Any] | None, *arguments: Any, **options: Any
+) -> Any:
     """What ``deepspeed.initialize`` does in a script: ``megatron_lazarus.initialize``, or without a section its own.
 
-    ``section`` holds for a config without one. Raises ConfigError for a model with adaptive layers and a config that
-    disables them.
+    ``section`` holds for a config without one; an engine of lazarus is added to ``engines``. Raises ConfigError for a
+    model with adaptive layers and a config that disables them.
     """
     from megatron_lazarus.initialization import initialize, read_config
     from megatron_lazarus.moe.drop_in import MoE
@@ -88,7 +92,8 @@ def initialize_script(original: Callable[..., Any], section: Any, *arguments: An
         config.setdefault("lazarus", section)
     if LazarusConfig.from_json(config.get("lazarus", {"enabled": False})).enabled:
         made = initialize(args, config=config, **given)
-        MADE.append(made[0])
+        if engines is not None:
+            engines.append(made[0])
         return made
     layers = [name for name, module in given["model"].named_modules() if isinstance(module, MoE)]
     if layers:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-MADE: list[Any] = []
-"""The engines that the script in this process has made. In a module of its own: the one that runs scripts is loaded
-twice, as a program and as a module."""
 
-
-def end_with(script: Callable[[], None]) -> None:
-    """Run ``script``; if it ends well, finish its engines. Raises what it raises."""
+def end_with(script: Callable[[], None], engines: Sequence[Any]) -> None:
+    """Run ``script``; if it ends well, finish the ``engines`` that it has made by then. Raises what it raises."""
     try:
         script()
     except SystemExit as ending:
         if ending.code not in (None, 0) or _has_left(ending):
             raise
-    for engine in MADE:
+    for engine in engines:
         engine.finish()
 
 

@@ -29,11 +29,14 @@ ALL = (*ALWAYS, MOE, MOE_IN_UTILS, *_OF_SECTION)
 """Also what makes a script of DeepSpeed's one of lazarus."""
 
 
-def drop_in(section: Any) -> tuple[Patch, ...]:
-    """``ALL`` for a script whose ``"lazarus"`` section is ``section``."""
-    return tuple(
-        replace(patch, make=partial(patch.make, section=section)) if patch in _OF_SECTION else patch for patch in ALL
-    )
+def drop_in(section: Any, engines: list[Any] | None = None) -> tuple[Patch, ...]:
+    """``ALL`` for a script whose ``"lazarus"`` section is ``section``; engines that it makes go into ``engines``."""
+
+    def of_section(patch: Patch) -> Patch:
+        known = {"section": section, **({"engines": engines} if patch is INITIALIZE else {})}
+        return replace(patch, make=partial(patch.make, **known)) if patch in _OF_SECTION else patch
+
+    return tuple(map(of_section, ALL))
 
 
 __all__ = [

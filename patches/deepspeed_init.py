@@ -11,14 +11,19 @@ from megatron_lazarus.patches.deepspeed_comm import INIT_DISTRIBUTED
 from megatron_lazarus.patches.registry import Patch
 
 
-def to_lazarus(original: Callable[..., Any], section: Any = None) -> Callable[..., Any]:
-    """``deepspeed.initialize`` for configs whose ``"lazarus"`` section, by default ``section``, is enabled."""
+def to_lazarus(
+    original: Callable[..., Any], section: Any = None, engines: list[Any] | None = None
+) -> Callable[..., Any]:
+    """``deepspeed.initialize`` for configs whose ``"lazarus"`` section, by default ``section``, is enabled.
+
+    The engines it makes are added to ``engines``.
+    """
 
     @functools.wraps(original)
     def initialize(*arguments: Any, **options: Any) -> Any:
         from megatron_lazarus.script import initialize_script
 
-        return initialize_script(original, section, *arguments, **options)
+        return initialize_script(original, section, engines, *arguments, **options)
 
     return initialize
 
