@@ -50,7 +50,7 @@ class Faults:
     def at_data(self, step: int) -> None:
         for when, how in list(self._data):
             if step >= when and how == "lame":
-                time.sleep(0.03)
+                time.sleep(0.06)
             elif step >= when:
                 self._data.remove((when, how))
                 strike(how, f"data:{when}:{how}")
