@@ -32,7 +32,8 @@ mkdir -p "${LOG_DIR}"
 touch "${log}"
 LAUNCHER=lazarus NODES=4 bash scripts/pretrain_gpt_tiny.sh "$@" &
 job=$!
-tail -n +1 -F "${log}" 2>/dev/null | cut -c1-230 &
+# The process that is stopped in the end is tail: cut then writes what it still holds.
+tail -n +1 -F "${log}" 2>/dev/null > >(stdbuf -oL cut -c1-230) &
 viewer=$!
 trap 'kill ${job} ${viewer} 2>/dev/null || true' EXIT
 
@@ -61,6 +62,7 @@ returned=$!
 wait "${job}"
 # On a slow machine the run may be over before the returned node has loaded its libraries; the report tells.
 wait "${returned}" || echo "quickstart: node2 did not get back in before the run ended"
+sleep 0.5
 kill "${viewer}" 2>/dev/null || true
 trap - EXIT
 
