@@ -215,8 +215,8 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def data_run(rank: int, world: int, how: str, total: int) -> tuple[list[float], list[float], int, list[float]]:
-    """Losses and norms by step, batches of this rank, and tokens of a step that reached experts, by layer."""
+def engine_with_data(total: int) -> tuple[Any, Any]:
+    """(engine, loader) for steps of ``total`` micro-batches."""
     import megatron_lazarus
 
     torch.set_default_dtype(torch.float64)
@@ -235,6 +235,12 @@ def data_run(rank: int, world: int, how: str, total: int) -> tuple[list[float], 
             "lazarus": {},
         },
     )
+    return engine, loader
+
+
+def data_run(rank: int, world: int, how: str, total: int) -> tuple[list[float], list[float], int, list[float]]:
+    """Losses and norms by step, batches of this rank, and tokens of a step that reached experts, by layer."""
+    engine, loader = engine_with_data(total)
     losses, norms, batches = [], [], 0
     steps: Callable[[Any], Any] = {"loop": one_by_one, "no_sync": all_but_the_last, "function": in_functions}[how]
     for _epoch in range(2):
@@ -298,24 +304,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 def resumed_run(rank: int, world: int, folder: str, steps: int) -> list[tuple[int, float]]:
     """Go on from the checkpoint, if any, up to so many steps, and save: (step, loss)."""
-    import megatron_lazarus
-
-    torch.set_default_dtype(torch.float64)
-    model = TinyMoE(lazarus_moe(EXPERTS, **OPTIONS), aux_coefficient=AUX)
-    optimizer = make_optimizer("adam")(model)
-    engine, _, loader, _ = megatron_lazarus.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=make_scheduler(optimizer),
-        training_data=Dataset(),
-        collate_fn=collate,
-        config={
-            "train_batch_size": 5 * BATCH,
-            "train_micro_batch_size_per_gpu": BATCH,
-            "gradient_clipping": 0.5,
-            "lazarus": {},
-        },
-    )
+    engine, loader = engine_with_data(5)
     _, client_state = engine.load_checkpoint(folder)
     assert client_state is None or (client_state["mine"] == 1 and not any("lazarus" in key for key in client_state))
     losses: list[tuple[int, float]] = []
