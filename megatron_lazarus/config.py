@@ -33,7 +33,8 @@ class ExpertsConfig:
     ``min_replicas``: wanted replicas of every expert, as far as slots and ranks allow; f in Lazarus' equation 1.
     ``max_tokens_per_expert_chunk``: experts work on more tokens than this in recomputed chunks; null: no limit.
     ``split``: how replicas share an expert's tokens: "quota" equally, "balanced" so that the busiest rank has least.
-    ``rebalance_interval``: steps between looks at whether other replica counts would pay; null: never.
+    ``rebalance_interval``: steps between looks at whether other replica counts would pay, sooner where loads jump;
+    null: never.
     ``rebalance_min_gain``: part of the training time that moving must save, after its own cost, to be done.
     """
 

@@ -78,6 +78,8 @@ class LazarusEngine(ScriptInterface):
             ds_engine.communication_data_type = torch.float64
         self.protocol = StepProtocol(ds_engine, experts, sizes, self.guard, gradient_clipping)
         self.rebalancer = Rebalancer(ds_engine, experts, config.experts)
+        self.protocol.wants_look = self.rebalancer.wants_look
+        self.protocol.look_before = self.rebalancer.look_before
         self._checkpoint = self.protocol.checkpoint = ExpertCheckpoint(ds_engine, experts, config.checkpoint)
         experts.before_change = self._checkpoint.before_update
         self._elastic = elastic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lazarus.checkpoint.parameter_groups import ParameterGroups
+from megatron_lazarus.drift import PATIENCE
 from megatron_lazarus.moe.communication import Communicator
 from megatron_lazarus.moe.context import StepContext
 from megatron_lazarus.moe.dispatch import IntArray, Quotas, replica_quotas
@@ -60,6 +62,7 @@ class ExpertState:
         self.parameter_groups = parameter_groups
         self.loads = [np.ones(layer.num_experts) for layer in layers]
         self.counted = 0.0
+        self._recent: deque[list[IntArray]] = deque(maxlen=PATIENCE)
         self._load_memory = 1.0 - 1.0 / max(2, load_steps)
         self.quotas = quotas
         self.before_change: Callable[[], None] = lambda: None
@@ -111,6 +114,14 @@ class ExpertState:
         for index, layer in enumerate(self.layers):
             self.loads[index] = (self.loads[index] * before + layer.load) / self.counted
             layer.gate.update_expert_bias(torch.from_numpy(layer.load))
+        self._recent.append([layer.load.copy() for layer in self.layers])
+
+    def forget_old_loads(self) -> None:
+        """Only the last steps count in ``loads`` from now on: those in which they were seen to have changed."""
+        if not self._recent:
+            return
+        self.loads = [np.mean(steps, axis=0, dtype=np.float64) for steps in zip(*self._recent, strict=True)]
+        self.counted = float(len(self._recent))
 
     def clear_gradients(self) -> None:
         for buffer in self.buffers:

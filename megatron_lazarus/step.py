@@ -1,8 +1,8 @@
 """The step protocol: reduce, vote, then commit or skip. After the vote nothing waits for another rank any more.
 
-The vote is one all-reduce of [dense norm squared, expert norm squared, non-finite flag, change flag, saves, losses,
-seconds that each rank has waited]. It starts only when all gradients are reduced; where it completes on any rank, every
-rank holds all it needs to apply the step.
+The vote is one all-reduce of [dense norm squared, expert norm squared, non-finite flag, change flag, look flag, saves,
+losses, seconds that each rank has waited]. It starts only when all gradients are reduced; where it completes on any
+rank, every rank holds all it needs to apply the step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class StepResult:
 class Vote:
     """What the all-reduce of a step gave, alike on every rank. ``change``: some rank asks for a change of the world.
 
-    ``saves``: what rank 0 says of checkpoints in flight.
+    ``look``: rank 0 wants a look at the places of experts before the next step. ``saves``: what rank 0 says of
+    checkpoints in flight.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Vote:
     expert_squared: float
     nonfinite: bool
     change: bool
+    look: bool
     means: dict[str, float]
     saves: list[float]
 
@@ -85,6 +87,8 @@ class StepProtocol:
         self._guard, self._clip = guard, gradient_clipping
         self._dense = [p for p in ds_engine.module.parameters() if p.requires_grad and p.numel()]
         self.wants_change: Callable[[], bool] = lambda: False
+        self.wants_look: Callable[[], bool] = lambda: False
+        self.look_before: Callable[[int], None] = lambda step: None
         self.observe_waits: Callable[[list[float]], None] = lambda waited: None
         self.checkpoint: Checkpoints | None = None
         self.last_vote: Vote | None = None
@@ -113,16 +117,17 @@ class StepProtocol:
         if self._experts.rank != 0:
             squares[0] = torch.zeros_like(squares[0])
         names = sorted(sums)
-        change = torch.tensor(float(self.wants_change()), dtype=torch.float64)
+        wants = [torch.tensor(float(asks()), dtype=torch.float64) for asks in (self.wants_change, self.wants_look)]
         signal = self.checkpoint.signal() if self.checkpoint is not None else [0.0, 0.0]
         saves = [torch.tensor(value, dtype=torch.float64) for value in signal]
         waited = torch.zeros(self._experts.plan.world_size, dtype=torch.float64)
         waited[self._experts.rank] = self._experts.peers.take_waited_s()
-        values = [*squares, (~finite).double(), change, *saves, *(sums[name] for name in names)]
+        values = [*squares, (~finite).double(), *wants, *saves, *(sums[name] for name in names)]
         totals = self.all_reduce(values, waited)
-        means = {name: total / count for name, total in zip(names, totals[6 : len(values)], strict=True)}
+        means = {name: total / count for name, total in zip(names, totals[7 : len(values)], strict=True)}
         self.observe_waits(totals[len(values) :])
-        return Vote(step, samples, totals[0], totals[1], totals[2] != 0, totals[3] != 0, means, totals[4:6])
+        nonfinite, change, look = (total != 0 for total in totals[2:5])
+        return Vote(step, samples, totals[0], totals[1], nonfinite, change, look, means, totals[5:7])
 
     def decide(self, vote: Vote) -> StepResult:
         """Commit or skip the step as its vote says. Local: no other rank is waited for.
@@ -133,6 +138,8 @@ class StepProtocol:
         loss = means.pop("loss")
         if self.checkpoint is not None:
             self.checkpoint.hear(vote.saves)
+        if vote.look:
+            self.look_before(vote.step + 1)
         squared = vote.dense_squared + vote.expert_squared
         norm = math.sqrt(squared) if squared >= 0 else math.nan
         refused = self._guard.refuses(vote.step, loss, norm, not vote.nonfinite, vote.samples)

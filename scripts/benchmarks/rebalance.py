@@ -4,8 +4,9 @@
 
 Two processes, one thread and one core each, gloo, float32: a model of two MoE layers. Every step is taken by each
 variant in turn, so that all meet the same disturbances. Routing is forced by the input: even at first, then 87 % of the
-tokens go to one expert, and in every further phase to another one. Prints tokens a second by phase (medians of steps of
-the slower rank), what looking and moving cost, and, for the interval of 200 steps, their share of the time.
+tokens go to one expert, and in every further phase to another one. The input of a step is made before its time begins.
+Prints tokens a second by phase (medians of steps of the slower rank), what looking and moving cost, and, for the
+interval of 200 steps, their share of the time.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WORLD, HIDDEN, FFN, EXPERTS, TOKENS, SLOTS, INTERVAL = 2, 128, 512, 8, 4096, 5, 5
+WORLD, HIDDEN, FFN, EXPERTS, TOKENS, SLOTS, INTERVAL = 2, 128, 512, 8, 4096, 5, 50
 HOT_SHARE = 0.87
 # None: even routing. These experts have one replica each in the plan for even loads, like six of the eight.
 PHASES: list[int | None] = [None, 1, 4, 2]
 LONG_INTERVAL = 200
+ADAPTING = 5
+"""Steps at the begin of a phase that the row "once adapted" leaves out."""
 
 STOCK, STATIC, QUOTA, BALANCED = "stock, drop off", "lazarus, static", "lazarus, quota", "lazarus, balanced"
 
@@ -95,8 +98,8 @@ def stock_step() -> Any:
     config = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": WORLD}
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-5), config=config)
 
-    def step(number: int, hot: int | None) -> None:
-        engine.backward(engine(batch(number, dist.get_rank(), hot)))
+    def step(tokens: Tensor) -> None:
+        engine.backward(engine(tokens))
         engine.step()
 
     return step, None
@@ -112,8 +115,9 @@ def lazarus_step(interval: int | None, split: str = "quota") -> Any:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
     engine, *_ = megatron_lazarus.initialize(model=model, optimizer=optimizer, config=config)
 
-    def step(_: int, hot: int | None) -> None:
-        engine.train_batch(lambda step, number: batch(step, number, hot))
+    def step(tokens: Tensor) -> None:
+        # A rank has one micro-batch.
+        engine.train_batch(lambda step, number: tokens)
 
     return step, engine
 
@@ -141,8 +145,9 @@ def worker(rank: int, port: int, steps: int, results: Any) -> None:
             watch(engine, looks[name])
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(steps * len(PHASES)):
+        tokens = batch(number, rank, PHASES[number // steps])
         for name, (step, _) in variants.items():
-            seconds[name].append(timed(step, number, PHASES[number // steps]))
+            seconds[name].append(timed(step, tokens))
     if rank == 0:
         results.put({"steps": steps, "seconds": seconds, "looks": looks})
     dist.barrier()
@@ -161,11 +166,11 @@ def watch(engine: Any, looks: list[dict[str, Any]]) -> None:
     engine.rebalancer.run = timed_run
 
 
-def timed(step: Any, number: int, hot: int | None) -> float:
+def timed(step: Any, tokens: Tensor) -> float:
     """Seconds of a step on the slower rank."""
     dist.barrier()
     start = time.perf_counter()
-    step(number, hot)
+    step(tokens)
     elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
     return float(elapsed)
@@ -196,7 +201,7 @@ def print_tables(measured: dict[str, Any]) -> None:
     steps, seconds, looks = measured["steps"], measured["seconds"], measured["looks"]
     print(
         f"{WORLD} ranks, 2 MoE layers, hidden {HIDDEN}, ffn {FFN}, {EXPERTS} experts, top-1, {TOKENS} tokens a rank "
-        f"and step, {SLOTS} slots a rank, a look every {INTERVAL} steps, {steps} steps a phase"
+        f"and step, {SLOTS} slots a rank, a look every {INTERVAL} steps and where loads change, {steps} steps a phase"
     )
     print(f"{'tokens/s':<28}" + "".join(f"{name:>19}" for name in seconds) + f"{'quota/static':>15}{'quota/stock':>13}")
     sums = dict.fromkeys(seconds, 0.0)
@@ -210,8 +215,7 @@ def print_tables(measured: dict[str, Any]) -> None:
         for variant, times in seconds.items():
             if hot is not None:
                 sums[variant] += sum(times[span])
-                # A look, and what came before it in the phase, is the time it takes to adapt.
-                late[variant] += sum(times[index * steps + INTERVAL + 1 : (index + 1) * steps])
+                late[variant] += sum(times[index * steps + ADAPTING : (index + 1) * steps])
     for name, total in (("skewed, all steps", sums), ("skewed, once adapted", late)):
         cells = "".join(f"{total[STOCK] / total[variant]:>18.2f}x" for variant in total)
         ratios = f"{total[STATIC] / total[QUOTA]:>14.2f}x{total[STOCK] / total[QUOTA]:>12.2f}x"

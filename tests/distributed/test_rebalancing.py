@@ -47,14 +47,16 @@ def test_load_is_even_again_after_every_drift(workers: Pools, world: int, patter
     static = workers(world)(drifting_run, run, pattern, False, timeout=120)[0]
     moved = workers(world)(drifting_run, run, pattern, True, timeout=120)
     assert relative(moved[0]["losses"], static["losses"]) < 1e-9
-    # Two looks after a drift the new load is most of what is remembered.
-    late = [step for step in range(steps) if step % 100 >= 41]
+    # The first look comes before its time; later ones may be due to wait, until two looks at their time have come.
+    late = [step for step in range(steps) if 3 <= step < 100 or step % 100 >= 41]
     even, uneven = (sum(run["uneven"][step] for step in late) / len(late) for run in (moved[0], static))
     print(f"{pattern}, {world} ranks, {split}: busiest rank / mean {even:.3f} adaptive, {uneven:.3f} static")
     assert max(moved[0]["uneven"][step] for step in late) <= 1.10
     assert uneven > 1.15
     looks = [entry for entry in moved[0]["told"] if entry["kind"] == "rebalance"]
-    assert len(looks) == (steps - 1) // 20
+    assert (looks[0]["steps"], looks[0]["early"]) == (3, True)
+    assert {look["steps"] for look in looks} >= set(range(20, steps, 20))
+    assert all(look["early"] for look in looks if look["steps"] % 20)
     adopted = [look for look in looks if look["adopted"]]
     assert 1 <= len(adopted) < len(looks)
     assert all("s wanted" in look["why"] for look in looks)
