@@ -1,7 +1,8 @@
 """Random faults over many short runs: ``python -m tests.chaos.storm --runs 50 --seed 1 --minutes 10``.
 
 Every run is planned from its seed alone, printed before it starts; when each fault strikes depends on the machine.
-Every expert has three replicas and at most two nodes fail between two steps, so nothing may be lost.
+Every expert has three replicas and at most two nodes fail between two steps, so nothing may be lost. In every third run
+half of the tokens go to one expert, to another one every few steps, and experts follow.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ STEPS = 30
 FIRST_STEP, LAST_STEP, STEPS_BETWEEN = 2, 25, 3
 FEWEST = 3
 """Nodes that are left for the next event, so that two of them may fail."""
+DRIFTING: dict[str, Any] = {
+    "experts": 8,
+    "k": 1,
+    "hot_expert": 6,
+    "section": {
+        # On four nodes an expert with three replicas leaves one without: it is worth having a fourth.
+        "experts": {"min_replicas": 3, "slots_per_rank": 7, "rebalance_interval": 10, "rebalance_min_gain": 0.0}
+    },
+}
 
 Action = Callable[[TrainingJob], None]
 
@@ -46,7 +56,9 @@ class Storm:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.nodes = self.random.randint(3, 6)
+        self.drifting = self.seed % 3 == 0
+        self.fewest = FEWEST + self.drifting
+        self.nodes = self.random.randint(3, 6) + self.drifting
         self.alive = [f"n{number}" for number in range(self.nodes)]
         self.named = self.nodes
         for step in range(FIRST_STEP, LAST_STEP, STEPS_BETWEEN):
@@ -54,12 +66,12 @@ class Storm:
 
     def _plan(self, step: int) -> None:
         kinds = ["join", "join-and-death"]
-        if len(self.alive) > FEWEST:
+        if len(self.alive) > self.fewest:
             kinds += ["node", "worker", "stop", "drain", "point", "point", "outside"]
-        if len(self.alive) > FEWEST + 1:
+        if len(self.alive) > self.fewest + 1:
             # With the coordinator gone as well, more than half must still be there to elect another.
             kinds += ["two", "recovery", "recovery", "drain-and-death", "coordinator", "coordinator"]
-        if len(self.alive) > 5:
+        if len(self.alive) > self.fewest + 2:
             kinds = kinds[2:]
         kind = self.random.choice(kinds)
         getattr(self, f"_{kind.replace('-', '_')}")(step)
@@ -129,7 +141,7 @@ class Storm:
         )
 
     def _join_and_death(self, step: int) -> None:
-        if self.random.random() < 0.5 or len(self.alive) <= FEWEST:
+        if self.random.random() < 0.5 or len(self.alive) <= self.fewest:
             self._join(step)
             self._arm(self.alive.pop(), self.random.choice(["join-state", "join-records", "join-barrier"]), 0)
         else:
@@ -137,7 +149,8 @@ class Storm:
             self._join(step)
 
     def _point(self, step: int) -> None:
-        self._arm(self._victim(), self.random.choice(STEP_POINTS), step)
+        points = (*STEP_POINTS, "rebalance") if self.drifting else STEP_POINTS
+        self._arm(self._victim(), self.random.choice(points), step)
 
     def _outside(self, step: int) -> None:
         points = ["evaluation", "saving", "publishing", "published", "finish"]
@@ -158,6 +171,7 @@ class Storm:
             "eval_every": 5,
             "save_every": 7,
             "section": {"experts": {"min_replicas": 3}},
+            **(DRIFTING if self.drifting else {}),
         }
         settings = {"heartbeat_timeout_s": 3.0, "lease_s": 8.0, "drain_grace_s": 20.0}
         with training_job(nursery, log_dir, self.nodes, options, **settings) as job:
@@ -178,7 +192,7 @@ def _ignore_absence(action: Callable[..., Any], *arguments: Any) -> None:
 
 
 def happened(job: TrainingJob) -> Counter[str]:
-    """Nodes that failed, joined and left, by kind."""
+    """Nodes that failed, joined and left, by kind, and how often experts followed their load."""
     found: Counter[str] = Counter()
     members: set[str] = set()
     for event in job.events():
@@ -188,6 +202,8 @@ def happened(job: TrainingJob) -> Counter[str]:
             found[f"failure: {event['cause']}"] += 1
         elif event["kind"] == "left":
             found["drain"] += 1
+        elif event["kind"] == "rebalance" and event["adopted"]:
+            found["rebalanced"] += 1
         elif event["kind"] == "generation":
             if members:
                 found["join"] += len(set(event["nodes"]) - members)
@@ -197,7 +213,7 @@ def happened(job: TrainingJob) -> Counter[str]:
 
 
 def events_in(found: Counter[str]) -> int:
-    return sum(count for kind, count in found.items() if kind != "generations")
+    return sum(count for kind, count in found.items() if kind not in ("generations", "rebalanced"))
 
 
 def main() -> int:

@@ -126,7 +126,7 @@ def test_death_during_a_rebalance(nursery: Nursery, tmp_path: Path, point: str) 
     # Half of the tokens go to one expert: as soon as this is seen, two steps later, it gets more replicas.
     experts = {"rebalance_interval": 5, "rebalance_min_gain": 0.0, "min_replicas": 2, "slots_per_rank": 5}
     experts["split"] = "balanced"
-    options = {"total_steps": 12, "hot_expert": True, "experts": 8, "k": 1, "section": {"experts": experts}}
+    options = {"total_steps": 12, "hot_expert": 12, "experts": 8, "k": 1, "section": {"experts": experts}}
     with training_job(nursery, tmp_path, 4, options) as job:
         job.add("n0" if point != "second-layer" else "n3", "n1", "n2")
         job.add("n3" if point != "second-layer" else "n0", fault=f"{point}:3")

@@ -53,7 +53,7 @@ class Worker:
         self.eval_every = options.pop("eval_every", 0)
         self.reload, self.ask = options.pop("reload", False), options.pop("ask", False)
         self.surprise = options.pop("surprise", -1)
-        hot = options.pop("hot_expert", False)
+        hot_steps = options.pop("hot_expert", 0)
         self.measure = options.pop("measure", False)
         options["dtype"] = getattr(torch, options.get("dtype", "float64"))
         self.ledger = (log_dir / f"ledger-{os.getpid()}.jsonl").open("a")
@@ -61,8 +61,8 @@ class Worker:
         faults_while_joining(text)
         self.engine, self.samples = build(0, 1, Run(**options))
         self.samples.samples = _Recorder(self)
-        if hot:
-            force(self.engine, moving(options["experts"], self.steps))
+        if hot_steps:
+            force(self.engine, moving(options["experts"], hot_steps))
         self.faults = Faults(text, self.engine)
 
     @property
