@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_lazarus.planning.checks import IntArray
 from megatron_lazarus.planning.dealing import seats
-from megatron_lazarus.planning.mro import core, group_nodes, paper_groups
+from megatron_lazarus.planning.mro import core, group_nodes, members, paper_groups
 from megatron_lazarus.planning.plan import Placement, Plan
 
 
@@ -22,7 +22,7 @@ def paper_plan(replicas: IntArray, nodes: int, slots: int) -> Plan:
     for row in replicas:
         order = np.argsort(row, kind="stable")
         groups = paper_groups(row[order], np.full(nodes, slots))
-        counts = core(groups, group_nodes(groups, np.arange(nodes), groups.nodes), nodes)
+        counts = core(members(groups), group_nodes(groups, np.arange(nodes), groups.nodes), nodes)
         held = np.zeros((len(row), nodes), dtype=np.int64)
         held[order[: len(counts)]] = counts
         rest = np.repeat(order, row[order] - held[order].sum(axis=1))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lazarus.planning.checks import IntArray
+from megatron_lazarus.planning.checks import FloatArray, IntArray
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,32 @@ def group_nodes(groups: Groups, order: IntArray, shared: tuple[int, ...]) -> lis
     return starts
 
 
-def core(groups: Groups, starts: list[IntArray], nodes: int) -> IntArray:
-    """Counts [experts in ascending order, nodes] with only the groups' own replicas, group i on ``starts[i]``."""
-    counts = np.zeros((sum(groups.experts), nodes), dtype=np.int64)
+def members(groups: Groups) -> list[IntArray]:
+    """The experts of each group, by their place in the ascending order."""
+    return np.split(np.arange(sum(groups.experts)), np.cumsum(groups.experts)[:-1])
+
+
+def dealt_members(groups: Groups, load: FloatArray) -> list[IntArray]:
+    """The same with the experts of groups on equally many nodes dealt over these groups, evenly in number and load.
+
+    ``load`` [experts in ascending order]. No group's nodes change, and so no survival.
+    """
+    result: list[IntArray] = []
     first = 0
-    for members, places in zip(groups.experts, starts, strict=True):
-        counts[first : first + members, places] = 1
-        first += members
+    for size in dict.fromkeys(groups.nodes):
+        alike = groups.nodes.count(size)
+        count = sum(groups.experts[len(result) : len(result) + alike])
+        heaviest = first + np.argsort(-load[first : first + count], kind="stable")
+        turn, place = np.divmod(np.arange(count), alike)
+        group = np.where(turn % 2, alike - 1 - place, place)
+        result += [np.sort(heaviest[group == index]) for index in range(alike)]
+        first += count
+    return result
+
+
+def core(members: list[IntArray], starts: list[IntArray], nodes: int) -> IntArray:
+    """Counts [experts in ascending order, nodes], only the groups' own replicas: ``members[i]`` on ``starts[i]``."""
+    counts = np.zeros((sum(map(len, members)), nodes), dtype=np.int64)
+    for experts, places in zip(members, starts, strict=True):
+        counts[np.ix_(experts, places)] = 1
     return counts

@@ -13,9 +13,10 @@ import numpy.typing as npt
 from megatron_lazarus.planning.alignment import align
 from megatron_lazarus.planning.checks import FloatArray, IntArray, enough_slots, integer, node_weights, slot_counts
 from megatron_lazarus.planning.dealing import fill, keep_promises, spread
+from megatron_lazarus.planning.evening import EVEN, even_out, unevenness
 from megatron_lazarus.planning.local_search import search
 from megatron_lazarus.planning.losses import LossSpace, loss_space, node_masks
-from megatron_lazarus.planning.mro import Groups, core, group_nodes, level_groups, paper_groups
+from megatron_lazarus.planning.mro import Groups, core, dealt_members, group_nodes, level_groups, members, paper_groups
 
 SEARCHED_NODES = 12
 _SPLITS = 16
@@ -58,14 +59,21 @@ def place_replicas(
 class NodePlacer:
     """Places the layers of one model on the same nodes; layers with the same replica counts share the search."""
 
-    def __init__(self, slots: IntArray, promises: int | IntArray, weights: FloatArray | None = None) -> None:
-        """``slots`` and ``weights`` (None: equal), shape [nodes].
+    def __init__(
+        self,
+        slots: IntArray,
+        promises: int | IntArray,
+        weights: FloatArray | None = None,
+        ranks: IntArray | None = None,
+    ) -> None:
+        """``slots``, ``weights`` (None: equal) and ``ranks`` that share a node's load (None: one), shape [nodes].
 
         ``promises``: distinct nodes that an expert with enough replicas must have, one number for all or [experts],
         the expert with fewest replicas first.
         """
         self.slots = slots
         self.promises = promises
+        self.ranks = np.ones(len(slots), dtype=np.int64) if ranks is None else ranks
         self.weights = None if weights is None or (weights == weights[0]).all() else weights
         # MRO's nodes: large ones first, among equals the reliable ones first.
         self._kinds = np.stack([np.zeros(len(slots)) if self.weights is None else self.weights, -slots])
@@ -97,9 +105,9 @@ class NodePlacer:
         for layer, row in enumerate(ascending):
             counts = self._grouped(groups[layer], row, load[layer], shared) if proved[layer] else None
             if counts is None:
-                counts = self._searched(row, load[layer])
+                counts = even_out(self._searched(row, load[layer]), load[layer], self.promised(row), self.ranks)
             elif self._hopeless(counts):
-                counts = min((counts, self._even(row, load[layer], counts)), key=partial(_largest_load, load[layer]))
+                counts = min((counts, self._even(row, load[layer], counts)), key=partial(self._unevenness, load[layer]))
             placed = np.empty_like(counts)
             placed[order[layer]] = counts
             result.append(placed)
@@ -107,6 +115,9 @@ class NodePlacer:
             return result
         alike = np.unique(self._kinds, axis=1, return_inverse=True)[1]
         return align(result, self._space(), alike)
+
+    def _unevenness(self, load: FloatArray, counts: IntArray) -> float:
+        return unevenness(counts, load, self.ranks)
 
     def _hopeless(self, counts: IntArray) -> bool:
         """Whether the loss of any one node kills an expert: then nothing is left to protect, and balance decides."""
@@ -122,12 +133,21 @@ class NodePlacer:
         self, groups: Groups, ascending: IntArray, load: FloatArray, shared: tuple[int, ...]
     ) -> IntArray | None:
         """The groups' placement, vacant slots filled; None if an expert does not get its promised distinct nodes."""
-        begun = self._begun(groups, ascending, shared)
-        return None if begun is None else self._filled(begun, ascending, load)
+        nodes = group_nodes(groups, self.node_order, shared)
+        found: list[IntArray] = []
+        for who in (members(groups), dealt_members(groups, load)):
+            begun = self._begun(who, nodes, ascending)
+            counts = None if begun is None else self._filled(begun, ascending, load)
+            if counts is not None:
+                found.append(even_out(counts, load, self.promised(ascending), self.ranks))
+                # As they come, if that is even enough: plans for similar loads should be similar.
+                if self._unevenness(load, found[-1]) <= EVEN:
+                    break
+        return min(found, key=partial(self._unevenness, load), default=None)
 
-    def _begun(self, groups: Groups, ascending: IntArray, shared: tuple[int, ...]) -> IntArray | None:
+    def _begun(self, who: list[IntArray], nodes: list[IntArray], ascending: IntArray) -> IntArray | None:
         """The groups' own replicas and what the promises ask for beyond; None if that is too many of an expert."""
-        counts = core(groups, group_nodes(groups, self.node_order, shared), len(self.slots))
+        counts = core(who, nodes, len(self.slots))
         counts = keep_promises(counts, self.promised(ascending), ascending, self.slots)
         return None if (counts.sum(axis=1) > ascending).any() else counts
 
@@ -179,14 +199,9 @@ class NodePlacer:
         }
         for groups in sorted(options, key=lambda groups: (groups.experts, groups.nodes)):
             if sum(groups.experts) == len(ascending):
-                begun = self._begun(groups, ascending, groups.nodes)
+                begun = self._begun(members(groups), group_nodes(groups, self.node_order, groups.nodes), ascending)
                 if begun is not None:
                     yield begun
-
-
-def _largest_load(load: FloatArray, counts: IntArray) -> float:
-    """Tokens of the busiest node, where a replica of expert e has load[e]."""
-    return float((counts * load[:, None]).sum(axis=0).max())
 
 
 def _compositions(experts: int, capacity: int) -> Iterator[tuple[int, ...]]:

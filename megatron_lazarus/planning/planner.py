@@ -47,6 +47,7 @@ def make_plan(
     nodes, node_of = node_positions(rank_nodes)
     rank_slots = slot_counts("slots_per_rank", slots_per_rank, len(node_of), "rank")
     node_slots = np.bincount(node_of, weights=rank_slots).astype(np.int64)
+    node_ranks = np.bincount(node_of)
     min_replicas = integer("min_replicas", min_replicas, 1, len(nodes))
     odds = None if weights is None else node_weights("weights", by_node("weights", weights, nodes))
     labels = None if domains is None else first_seen_order(by_node("domains", domains, nodes))
@@ -54,9 +55,9 @@ def make_plan(
     replicas = allocate_replicas(table, len(nodes), node_slots.tolist(), min_replicas, ranks=len(node_of))
     load = table / replicas
     if labels is None:
-        layers = NodePlacer(node_slots, min_replicas, odds).place_layers(replicas, load)
+        layers = NodePlacer(node_slots, min_replicas, odds, node_ranks).place_layers(replicas, load)
     else:
-        layers = _in_domains(replicas, load, node_slots, min_replicas, labels, odds)
+        layers = _in_domains(replicas, load, node_slots, node_ranks, min_replicas, labels, odds)
     seating = _seating(node_of, rank_slots)
     placements = [
         _over_ranks(counts, tokens, seating, len(node_of)) for counts, tokens in zip(layers, load, strict=True)
@@ -97,15 +98,17 @@ def _in_domains(
     replicas: IntArray,
     load: FloatArray,
     node_slots: IntArray,
+    node_ranks: IntArray,
     min_replicas: int,
     domain_of: IntArray,
     odds: FloatArray | None,
 ) -> list[IntArray]:
     """Node counts of every layer: placed over domains first, then spread over each domain's nodes."""
     domain_slots = np.bincount(domain_of, weights=node_slots).astype(np.int64)
+    domain_ranks = np.bincount(domain_of, weights=node_ranks).astype(np.int64)
     domain_odds = None if odds is None else np.bincount(domain_of, weights=odds) / np.bincount(domain_of)
     promises = guaranteed_replicas(replicas.shape[1], domain_slots, min(min_replicas, len(domain_slots)))
-    placed = NodePlacer(domain_slots, promises[::-1], domain_odds).place_layers(replicas, load)
+    placed = NodePlacer(domain_slots, promises[::-1], domain_odds, domain_ranks).place_layers(replicas, load)
     result = []
     for layer, by_domain in enumerate(placed):
         order = np.lexsort((load[layer], replicas[layer]))
@@ -120,7 +123,7 @@ def _in_domains(
             counts[np.ix_(ascending, members)] = spread(here, node_slots[members], apart, load[layer, ascending])
         counts = mend(counts, promised, node_slots)
         if ((counts > 0).sum(axis=1) < promised).any():
-            counts = NodePlacer(node_slots, min_replicas, odds).place(replicas[layer], load[layer])
+            counts = NodePlacer(node_slots, min_replicas, odds, node_ranks).place(replicas[layer], load[layer])
         result.append(counts)
     return result
 

@@ -39,7 +39,12 @@ def drifting_run(rank: int, world: int, run: Run, pattern: str, adaptive: bool) 
 
 @pytest.mark.parametrize(
     ("world", "pattern", "steps", "split"),
-    [(2, "moving", 200, "quota"), (2, "on two", 60, "quota"), (4, "moving", 60, "balanced")],
+    [
+        (2, "moving", 200, "quota"),
+        (2, "on two", 60, "quota"),
+        (4, "moving", 60, "balanced"),
+        (4, "on two", 60, "quota"),
+    ],
 )
 def test_load_is_even_again_after_every_drift(workers: Pools, world: int, pattern: str, steps: int, split: str) -> None:
     section = {"experts": {"split": split, "min_replicas": world // 2}}
