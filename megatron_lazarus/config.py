@@ -31,6 +31,8 @@ class ExpertsConfig:
 
     ``slots_per_rank``: room for expert records per MoE layer and rank; null: just enough for ``min_replicas`` of each.
     ``min_replicas``: wanted replicas of every expert, as far as slots and ranks allow; f in Lazarus' equation 1.
+    ``max_imbalance``: where planning would give the busiest rank more than so many times the tokens of the mean, it
+    gives up survival of ``min_replicas`` and more losses at once for less; null: survival comes first.
     ``max_tokens_per_expert_chunk``: experts work on more tokens than this in recomputed chunks; null: no limit.
     ``split``: how replicas share an expert's tokens: "quota" equally, "balanced" so that the busiest rank has least.
     ``rebalance_interval``: steps between looks at whether other replica counts would pay, sooner where loads jump;
@@ -40,6 +42,7 @@ class ExpertsConfig:
 
     slots_per_rank: int | None = None
     min_replicas: int = 2
+    max_imbalance: float | None = None
     max_tokens_per_expert_chunk: int | None = None
     split: Literal["quota", "balanced"] = "quota"
     rebalance_interval: int | None = 200
@@ -48,6 +51,10 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         names = ("slots_per_rank", "min_replicas", "max_tokens_per_expert_chunk", "rebalance_interval")
         _at_least(1, "experts", self, *names)
+        if self.max_imbalance is not None and not self.max_imbalance >= 1:
+            raise ConfigError(
+                f'"lazarus.experts.max_imbalance" is {self.max_imbalance}; it must be at least 1, or null'
+            )
         if not 0 <= self.rebalance_min_gain < 1:
             raise ConfigError(
                 f'"lazarus.experts.rebalance_min_gain" is {self.rebalance_min_gain}; it must be at least 0 and below 1'

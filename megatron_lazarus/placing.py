@@ -26,7 +26,8 @@ def plan_for(loads: Loads, config: ExpertsConfig, rank_nodes: Sequence[int]) -> 
         indices = [index for index, size in enumerate(sizes) if size == num_experts]
         slots = slots_per_rank(config, num_experts, len(rank_nodes))
         replicas = min(config.min_replicas, len(set(rank_nodes)))
-        plan = make_plan(np.stack([loads[index] for index in indices]), rank_nodes, slots, replicas)
+        table = np.stack([loads[index] for index in indices])
+        plan = make_plan(table, rank_nodes, slots, replicas, max_imbalance=config.max_imbalance)
         placements.update(zip(indices, plan.layers, strict=True))
     return Plan(tuple(placements[index] for index in range(len(sizes))), tuple(rank_nodes))
 

@@ -31,6 +31,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--slots", type=int, required=True, help="slots per node and layer")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks that share a node's slots (default 1)")
     parser.add_argument("--min-replicas", type=int, required=True, help="losses of fewer nodes are always survived")
+    parser.add_argument(
+        "--max-imbalance", type=float, metavar="X", help="load over the mean beyond which it comes before survival"
+    )
     parser.add_argument("--domains", metavar="LABEL,…", help="failure domain of each node")
     parser.add_argument("--weights", metavar="W,…", help="odds to fail of each node")
     parser.add_argument("--current", type=Path, metavar="FILE", help="output of --json to migrate from, same nodes")
@@ -71,7 +74,8 @@ def _report(arguments: argparse.Namespace) -> dict[str, Any]:
         "domains": None if arguments.domains is None else _per_node(arguments.domains),
         "weights": None if arguments.weights is None else _numbers(arguments.weights),
     }
-    plan = make_plan(loads, rank_nodes, rank_slots, arguments.min_replicas, **failures)
+    most = arguments.max_imbalance
+    plan = make_plan(loads, rank_nodes, rank_slots, arguments.min_replicas, max_imbalance=most, **failures)
     moved = None
     if arguments.current is not None:
         current = _read_plan(arguments.current, rank_nodes, rank_slots, loads.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import combinations, islice
@@ -65,14 +66,18 @@ class NodePlacer:
         promises: int | IntArray,
         weights: FloatArray | None = None,
         ranks: IntArray | None = None,
+        max_imbalance: float | None = None,
     ) -> None:
         """``slots``, ``weights`` (None: equal) and ``ranks`` that share a node's load (None: one), shape [nodes].
 
+        ``max_imbalance``: tokens of the busiest node over the mean beyond which load comes before survival of losses
+        that the promises do not cover; None: it never does.
         ``promises``: distinct nodes that an expert with enough replicas must have, one number for all or [experts],
         the expert with fewest replicas first.
         """
         self.slots = slots
         self.promises = promises
+        self.max_imbalance = math.inf if max_imbalance is None else max_imbalance
         self.ranks = np.ones(len(slots), dtype=np.int64) if ranks is None else ranks
         self.weights = None if weights is None or (weights == weights[0]).all() else weights
         # MRO's nodes: large ones first, among equals the reliable ones first.
@@ -108,6 +113,8 @@ class NodePlacer:
                 counts = even_out(self._searched(row, load[layer]), load[layer], self.promised(row), self.ranks)
             elif self._hopeless(counts):
                 counts = min((counts, self._even(row, load[layer], counts)), key=partial(self._unevenness, load[layer]))
+            if self._unevenness(load[layer], counts) > self.max_imbalance:
+                counts = self._balanced(groups[layer], row, load[layer], counts)
             placed = np.empty_like(counts)
             placed[order[layer]] = counts
             result.append(placed)
@@ -128,6 +135,25 @@ class NodePlacer:
         """The balanced spread, if it keeps the promises."""
         counts = spread(ascending, self.slots, self.promised(ascending), load)
         return counts if ((counts > 0).sum(axis=1) >= self.promised(ascending)).all() else otherwise
+
+    def _balanced(self, groups: Groups, ascending: IntArray, load: FloatArray, otherwise: IntArray) -> IntArray:
+        """The placement in the fewest groups that is as even as wanted, or else the most even one.
+
+        More groups of fewer experts leave room for heavy experts on every node, and there are more ways to lose one.
+        """
+        best, judge = otherwise, partial(self._unevenness, load)
+        experts, nodes, fewest = len(ascending), len(self.slots), len(groups.nodes)
+        most = min(experts, nodes)
+        for number in sorted({min(fewest + more, most) for more in (0, *(2**power for power in range(10)))}):
+            sizes = tuple(experts // number + (group < experts % number) for group in range(number))
+            if sizes[0] <= self.slots.min():
+                level = level_groups(ascending, nodes, sizes)
+                found = self._grouped(level, ascending, load, level.nodes)
+                best = min(best, best if found is None else found, key=judge)
+            if judge(best) <= self.max_imbalance:
+                return best
+        even = even_out(self._even(ascending, load, best), load, self.promised(ascending), self.ranks)
+        return min(best, even, key=judge)
 
     def _grouped(
         self, groups: Groups, ascending: IntArray, load: FloatArray, shared: tuple[int, ...]

@@ -31,17 +31,20 @@ def make_plan(
     *,
     domains: Mapping[int, Hashable] | None = None,
     weights: Mapping[int, float] | None = None,
+    max_imbalance: float | None = None,
 ) -> Plan:
     """The plan for these loads: replicas by ``allocate_replicas``, on nodes by ``NodePlacer``, dealt over their ranks.
 
     ``loads`` [layers, experts] in tokens; ``rank_nodes[rank]`` is any number that names the rank's node;
     ``slots_per_rank`` one number, or one for each rank. ``domains`` labels every node with what it fails together with
     (rack, switch, zone); ``weights`` are the odds with which nodes fail. Both are per node and optional.
+    ``max_imbalance``: where the busiest node would have more than so many times the mean's tokens, load comes before
+    survival of ``min_replicas`` and more losses; None: survival comes first.
 
     Every expert is on at least min(min_replicas, its replicas) distinct nodes, and with ``domains`` on as many distinct
     domains as their slots allow, the most loaded experts first.
-    Raises ValueError for bad loads, an empty world, fewer slots than experts, ``min_replicas`` outside 1..nodes, and
-    domains or weights of unknown or missing nodes.
+    Raises ValueError for bad loads, an empty world, fewer slots than experts, ``min_replicas`` outside 1..nodes,
+    ``max_imbalance`` below 1, and domains or weights of unknown or missing nodes.
     """
     table = token_loads(loads, (2,))
     nodes, node_of = node_positions(rank_nodes)
@@ -49,15 +52,17 @@ def make_plan(
     node_slots = np.bincount(node_of, weights=rank_slots).astype(np.int64)
     node_ranks = np.bincount(node_of)
     min_replicas = integer("min_replicas", min_replicas, 1, len(nodes))
+    if max_imbalance is not None and not max_imbalance >= 1:
+        raise ValueError(f"max_imbalance is {max_imbalance}; it must be at least 1, or None")
     odds = None if weights is None else node_weights("weights", by_node("weights", weights, nodes))
     labels = None if domains is None else first_seen_order(by_node("domains", domains, nodes))
 
     replicas = allocate_replicas(table, len(nodes), node_slots.tolist(), min_replicas, ranks=len(node_of))
     load = table / replicas
     if labels is None:
-        layers = NodePlacer(node_slots, min_replicas, odds, node_ranks).place_layers(replicas, load)
+        layers = NodePlacer(node_slots, min_replicas, odds, node_ranks, max_imbalance).place_layers(replicas, load)
     else:
-        layers = _in_domains(replicas, load, node_slots, node_ranks, min_replicas, labels, odds)
+        layers = _in_domains(replicas, load, node_slots, node_ranks, min_replicas, labels, odds, max_imbalance)
     seating = _seating(node_of, rank_slots)
     placements = [
         _over_ranks(counts, tokens, seating, len(node_of)) for counts, tokens in zip(layers, load, strict=True)
@@ -102,13 +107,15 @@ def _in_domains(
     min_replicas: int,
     domain_of: IntArray,
     odds: FloatArray | None,
+    max_imbalance: float | None,
 ) -> list[IntArray]:
     """Node counts of every layer: placed over domains first, then spread over each domain's nodes."""
     domain_slots = np.bincount(domain_of, weights=node_slots).astype(np.int64)
     domain_ranks = np.bincount(domain_of, weights=node_ranks).astype(np.int64)
     domain_odds = None if odds is None else np.bincount(domain_of, weights=odds) / np.bincount(domain_of)
     promises = guaranteed_replicas(replicas.shape[1], domain_slots, min(min_replicas, len(domain_slots)))
-    placed = NodePlacer(domain_slots, promises[::-1], domain_odds, domain_ranks).place_layers(replicas, load)
+    placer = NodePlacer(domain_slots, promises[::-1], domain_odds, domain_ranks, max_imbalance)
+    placed = placer.place_layers(replicas, load)
     result = []
     for layer, by_domain in enumerate(placed):
         order = np.lexsort((load[layer], replicas[layer]))

@@ -131,6 +131,7 @@ def test_clock_counts_tokens_and_the_time_inside():
     [
         ("split", "even", "'quota', 'balanced'"),
         ("rebalance_interval", 0, "at least 1"),
+        ("max_imbalance", 0.5, "at least 1"),
         ("rebalance_min_gain", 1.0, "below 1"),
         ("rebalance_min_gain", -0.1, "at least 0"),
     ],

@@ -107,3 +107,32 @@ def test_a_hot_expert_leaves_no_rank_idle_where_slots_allow_it(loads, ranks: int
     table = np.array([loads])
     plan = make_plan(table, range(ranks), slots, least)
     assert balance(plan, table)[0] <= 1.1
+
+
+@pytest.mark.parametrize("loads", [HOT, TWO, (1 / np.arange(1, 9) ** 1.5).tolist()])
+@pytest.mark.parametrize(("nodes", "slots"), [(5, 4), (8, 3), (10, 6)])
+def test_load_comes_first_beyond_the_wanted_imbalance(loads, nodes: int, slots: int) -> None:
+    table = np.array([loads])
+    first, even = (make_plan(table, range(nodes), slots, 2, max_imbalance=limit) for limit in (None, 1.1))
+    uneven, found = balance(first, table)[0], balance(even, table)[0]
+    if uneven <= 1.1:
+        assert even == first
+        return
+    assert found < uneven
+    counts = even.layers[0].replica_counts()
+    # Where two hot experts have more replicas than there are nodes, some node has one of each, whatever the plan.
+    by_load = np.sort(table[0] / counts.sum(axis=1))
+    crowded = by_load[-2:].sum() + by_load[: slots - 2].sum()
+    assert found <= max(1.1, nodes * crowded / table.sum() + 1e-9)
+    assert (counts.sum(axis=0) == slots).all()
+    # What min_replicas promises holds.
+    assert ((counts > 0).sum(axis=1) >= 2).all()
+    assert not [lost for lost in killing(counts) if len(lost) < 2]
+    print(f"{nodes} nodes, {slots} slots: {uneven:.3f} -> {found:.3f}, killing pairs", end=" ")
+    print([sum(len(lost) == 2 for lost in killing(plan.layers[0].replica_counts())) for plan in (first, even)])
+
+
+@pytest.mark.parametrize("limit", [0.9, -1.0, float("nan")])
+def test_bad_imbalance_is_refused(limit: float) -> None:
+    with pytest.raises(ValueError, match=r"max_imbalance is .* at least 1"):
+        make_plan([[1, 1]], [0, 1], 2, 1, max_imbalance=limit)
