@@ -193,10 +193,14 @@ class Rebalancer:
         """``shares``: of the plan in force, see ``busiest_tokens``."""
         experts = self._experts
         assert self._interval is not None
-        # Steps before the loads changed say nothing of those that a change of places would save.
-        times = list(self._times)[-PATIENCE:] if early else self._times
-        step_s = statistics.median(times) if times else 0.0
-        observed_s = None if self._adopted is None else (self._adopted.step_s - step_s) * self._interval
+        # Only steps since the loads changed tell what a change of places would save, and only those before, what the
+        # last one has saved.
+        times = list(self._times)
+        before, since = (times[:-PATIENCE], times[-PATIENCE:]) if early else (times, times)
+        step_s = statistics.median(since) if since else 0.0
+        observed_s = None
+        if self._adopted is not None and before:
+            observed_s = (self._adopted.step_s - statistics.median(before)) * self._interval
         rule: dict[str, Any] = {
             "seconds_per_token": self._seconds_per_token,
             "step_s": step_s,

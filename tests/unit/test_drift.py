@@ -96,7 +96,7 @@ class Training:
         self.step = 0
         self.looks: list[int] = []
 
-    def run(self, load: np.ndarray, steps: int) -> None:
+    def run(self, load: np.ndarray, steps: int, seconds: float = 0.5) -> None:
         for _ in range(steps):
             if self.rebalancer.due(self.step):
                 self.looks.append(self.step)
@@ -104,7 +104,7 @@ class Training:
             self.experts.layers[0].load = load
             if self.rebalancer.wants_look():
                 self.rebalancer.look_before(self.step + 1)
-            self.rebalancer.observe(0.5)
+            self.rebalancer.observe(seconds)
             self.step += 1
 
 
@@ -138,6 +138,21 @@ def test_what_does_not_pay_is_looked_at_once():
     # As bad as it is, it was foreseen; when it gets worse, it was not.
     training.run(np.where(HOT > 100, 9000, 100), 10)
     assert training.looks == [102, 502]
+
+
+def test_what_a_change_has_saved_is_told_by_the_steps_before_the_next_one():
+    training = Training(rebalance_interval=1000)
+    training.rebalancer._watch.looked = lambda seconds: None
+    training.run(EVEN, 10)
+    training.run(HOT, 2, seconds=0.8)
+    training.run(HOT, 50, seconds=0.5)
+    training.run(np.roll(HOT, 1), 2, seconds=0.9)
+    training.run(np.roll(HOT, 1), 1, seconds=0.5)
+    first, second = [entry for entry in training.told if entry["kind"] == "rebalance"]
+    assert (first["early"], first["adopted"], first["step_s"], first["observed_s"]) == (True, True, 0.8, None)
+    assert (second["early"], second["step_s"]) == (True, 0.9)
+    # A step took 0.8 s, then 0.5 s, for an interval of 1000; that it takes 0.9 s with other loads is another matter.
+    assert second["observed_s"] == pytest.approx(300.0)
 
 
 @pytest.mark.parametrize(("rank", "interval"), [(1, 1000), (0, None)])
