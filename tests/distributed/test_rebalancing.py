@@ -16,17 +16,21 @@ EXPERTS = 8
 ADAPTIVE = {"experts": {"slots_per_rank": 5, "min_replicas": 1, "rebalance_interval": 20, "rebalance_min_gain": 0.0}}
 
 
-def drifting_run(rank: int, world: int, run: Run, pattern: str, adaptive: bool) -> dict[str, Any]:
+def drifting_run(
+    rank: int, world: int, run: Run, pattern: str, adaptive: bool, every: int = 100, rationed: bool = True
+) -> dict[str, Any]:
     section = {"experts": {**ADAPTIVE["experts"], **run.section.get("experts", {})}}
     if not adaptive:
         section["experts"]["rebalance_interval"] = None
     engine, ledger = build(rank, world, Run(**{**vars(run), "section": section}))
     measure = least_unevenness if section["experts"].get("split") == "balanced" else unevenness
-    shares = moving(EXPERTS, 100) if pattern == "moving" else on_two(EXPERTS)
+    shares = moving(EXPERTS, every) if pattern == "moving" else on_two(EXPERTS)
     force(engine, shares)
     for layer in engine.experts.layers:
         # A tiny model's experts take no time worth saving, and times vary: here a token takes 3 x 10 ms.
         layer.clock.take = lambda: (0.01, 1)
+    if not rationed:
+        engine.rebalancer._watch.looked = lambda seconds: None
     told: list[dict[str, Any]] = []
     engine.rebalancer.report = lambda kind, **fields: told.append({"kind": kind, **fields})
     losses, uneven = [], []
@@ -71,6 +75,25 @@ def test_load_is_even_again_after_every_drift(workers: Pools, world: int, patter
     # 2 micro-batches of 2 x 30 tokens.
     assert all(abs(sum(entry["tokens"]) - 120) <= EXPERTS for entry in loads)
     assert not moved[1]["told"]
+
+
+def test_a_sudden_change_is_followed_at_once_and_what_was_before_forgotten(workers: Pools) -> None:
+    run = Run(
+        experts=EXPERTS,
+        k=1,
+        micro_batches=2,
+        steps=60,
+        lengths=(30,),
+        section={"experts": {"rebalance_interval": 1000}},
+    )
+    static = workers(2)(drifting_run, run, "moving", False, 20, timeout=120)[0]
+    moved = workers(2)(drifting_run, run, "moving", True, 20, False, timeout=120)[0]
+    assert relative(moved["losses"], static["losses"]) < 1e-9
+    # Two steps show a change; the first one of all has no time to be compared with.
+    assert [look["steps"] for look in moved["told"] if look["kind"] == "rebalance"] == [3, 22, 42]
+    for step, uneven in enumerate(moved["uneven"]):
+        if step >= 3 and step % 20 >= 2:
+            assert uneven <= 1.10, f"step {step}"
 
 
 def float32_runs(rank: int, world: int) -> list[list[float]]:
