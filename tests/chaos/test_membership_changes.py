@@ -23,7 +23,9 @@ def worlds(job: TrainingJob) -> list[int]:
 
 
 def test_join_return_and_two_at_once(nursery: Nursery, tmp_path: Path) -> None:
-    with training_job(nursery, tmp_path, 4, {**LONG, "total_steps": 40}) as job:
+    # Three replicas: the loss of any two nodes at once is survived.
+    options = {**LONG, "total_steps": 40, "section": {"experts": {"min_replicas": 3}}}
+    with training_job(nursery, tmp_path, 4, options) as job:
         job.add("n0", "n1", "n2", "n3")
         job.wait_for_step(3)
         job.add("n4")
