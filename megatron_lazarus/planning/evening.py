@@ -29,12 +29,14 @@ def even_out(counts: IntArray, load: FloatArray, promised: IntArray, ranks: IntA
 
     ``load`` [experts] in tokens per replica, ``ranks`` [nodes] share a node's tokens, ``promised`` [experts] distinct
     nodes are kept. An exchange is legal if no loss of nodes kills an expert that killed none before: each of the two
-    experts' new set of nodes contains its old one, or that of an expert which stays where it is. So whatever survived
-    before survives after, with any number of lost nodes and whatever odds they fail with.
+    experts' new set of nodes contains some expert's old one. So whatever survived before survives after, with any
+    number of lost nodes and whatever odds they fail with.
     """
     walk = _Walk(counts, load, promised, ranks)
-    while walk.relieve():
-        pass
+    # Every exchange makes the busier of two nodes less busy; none needs more of them than it has replicas.
+    for _ in range(int(counts.sum())):
+        if not walk.relieve():
+            break
     return walk.counts
 
 
@@ -62,34 +64,31 @@ class _Walk:
             self._tokens[here] - shift / self._ranks[here], self._tokens[partners] + shift / self._ranks[partners]
         )
         helping = np.flatnonzero(after < self._tokens[here] * (1 - 1e-9))
-        known: dict[tuple[int, int, int], list[int]] = {}
+        known: dict[tuple[int, int, int], bool] = {}
         for index in helping[np.argsort(after.ravel()[helping], kind="stable")].tolist():
             one, position = int(ones[index // len(others)]), index % len(others)
             other, there = int(others[position]), int(partners[position])
-            # Who stays where it is and is lost whenever the one that moves is.
-            keepers = [
-                known[move] if move in known else known.setdefault(move, self._keepers(*move))
-                for move in ((other, there, here), (one, here, there))
-            ]
-            if keepers[0] and keepers[1] and keepers[0] != [one] and keepers[1] != [other]:
+            legal = True
+            for move in ((other, there, here), (one, here, there)):
+                if move not in known:
+                    known[move] = self._may(*move)
+                legal = legal and known[move]
+            if legal:
                 self._exchange(one, other, here, there)
                 return True
             if self._comparisons <= 0:
                 break
         return False
 
-    def _keepers(self, expert: int, source: int, target: int) -> list[int]:
-        """The experts that are lost whenever ``expert`` is after one replica has gone from ``source`` to ``target``.
-
-        Only ``expert`` itself if its own nodes so far suffice; nobody if it gives up distinct nodes that are promised.
-        """
+    def _may(self, expert: int, source: int, target: int) -> bool:
+        """Whether a replica may go: promises are kept, and whatever kills ``expert`` then kills some expert now."""
         mask, old = self._moved(expert, source, target), self._masks[expert]
         if mask & old == old:
-            return [expert]
+            return True
         if mask.bit_count() < self._promised[expert]:
-            return []
+            return False
         self._comparisons -= len(self._masks)
-        return [other for other, its in enumerate(self._masks) if mask & its == its]
+        return any(mask & its == its for its in self._masks)
 
     def _exchange(self, one: int, other: int, here: int, there: int) -> None:
         for expert, source, target in ((one, here, there), (other, there, here)):

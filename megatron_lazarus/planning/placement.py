@@ -166,7 +166,7 @@ class NodePlacer:
             counts = None if begun is None else self._filled(begun, ascending, load)
             if counts is not None:
                 found.append(even_out(counts, load, self.promised(ascending), self.ranks))
-                # As they come, if that is even enough: plans for similar loads should be similar.
+                # Dealt anew only where there is something to gain.
                 if self._unevenness(load, found[-1]) <= EVEN:
                     break
         return min(found, key=partial(self._unevenness, load), default=None)

@@ -38,6 +38,16 @@ def test_busiest_tokens_counts_every_replica_of_a_rank():
     assert busiest_tokens(plan, [np.array([30.0, 10.0, 2.0])], replica_quotas).tolist() == [[25.0, 21.0]]
 
 
+def test_the_wanted_balance_is_that_of_the_configuration():
+    loads, nodes = [np.array([1.0] * 7 + [8.0])], range(5)
+    first, even = (ExpertsConfig(slots_per_rank=4, max_imbalance=limit) for limit in (None, 1.1))
+    found = [
+        busiest_tokens(plan_for(loads, config, nodes), [1000 * loads[0]], replica_quotas) for config in (first, even)
+    ]
+    assert found[0][0, 0] > 1.5 * found[0][0, 1]
+    assert found[1][0, 0] < 1.1 * found[1][0, 1]
+
+
 class Experts:
     """What the rebalancer needs of an ExpertState, in a world whose other ranks are imagined."""
 

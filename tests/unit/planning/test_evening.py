@@ -132,6 +132,24 @@ def test_load_comes_first_beyond_the_wanted_imbalance(loads, nodes: int, slots: 
     print([sum(len(lost) == 2 for lost in killing(plan.layers[0].replica_counts())) for plan in (first, even)])
 
 
+def test_as_few_groups_as_are_even_enough() -> None:
+    # 64 nodes of six slots, one expert on all of them: 17 sets of five nodes are in use, where the spread has 58.
+    loads = np.ones((1, 64))
+    loads[0, 3] = 64.0
+    plan = make_plan(loads, range(64), 6, 2, max_imbalance=1.1)
+    held = plan.layers[0].replica_counts() > 0
+    sets = {tuple(np.flatnonzero(row)) for row in held}
+    smallest = min(map(len, sets))
+    assert (balance(plan, loads)[0] <= 1.1, smallest) == (True, 5)
+    assert sum(len(nodes) == smallest for nodes in sets) < 25
+
+
+def test_nodes_of_more_ranks_carry_more() -> None:
+    # Nodes of one, two and four ranks: as if they were alike, the first one would be 2.7 times as busy as the mean.
+    loads = np.array([[355.0, 5.0, 18.0, 15.0, 2.0, 4.0]])
+    assert balance(make_plan(loads, [0, 1, 1, 2, 2, 2, 2], 3, 1), loads)[0] < 1.1
+
+
 @pytest.mark.parametrize("limit", [0.9, -1.0, float("nan")])
 def test_bad_imbalance_is_refused(limit: float) -> None:
     with pytest.raises(ValueError, match=r"max_imbalance is .* at least 1"):
