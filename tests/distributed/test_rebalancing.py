@@ -90,7 +90,7 @@ def test_a_sudden_change_is_followed_at_once_and_what_was_before_forgotten(worke
     moved = workers(2)(drifting_run, run, "moving", True, 20, False, timeout=120)[0]
     assert relative(moved["losses"], static["losses"]) < 1e-9
     # What loads stand for: two steps of the last change, and those since.
-    assert moved["counted"] == pytest.approx(20, abs=0.2)
+    assert moved["counted"] == pytest.approx(20, abs=1.0)
     # Two steps show a change; the first one of all has no time to be compared with.
     assert [look["steps"] for look in moved["told"] if look["kind"] == "rebalance"] == [3, 22, 42]
     for step, uneven in enumerate(moved["uneven"]):
