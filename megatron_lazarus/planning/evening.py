@@ -10,6 +10,9 @@ from megatron_lazarus.planning.losses import node_masks
 EVEN = 1.05
 """Tokens of the busiest over the mean that need no evening out: every exchange is a record that may have to move."""
 
+_MOST_NODES = 4096
+"""On more, mapping the new plan onto the present nodes would take longer than all the rest of planning."""
+
 _ROOMIEST = 8
 """So many of the least loaded nodes are tried as partners of the busiest one."""
 
@@ -30,8 +33,10 @@ def even_out(counts: IntArray, load: FloatArray, promised: IntArray, ranks: IntA
     ``load`` [experts] in tokens per replica, ``ranks`` [nodes] share a node's tokens, ``promised`` [experts] distinct
     nodes are kept. An exchange is legal if no loss of nodes kills an expert that killed none before: each of the two
     experts' new set of nodes contains some expert's old one. So whatever survived before survives after, with any
-    number of lost nodes and whatever odds they fail with.
+    number of lost nodes and whatever odds they fail with. On more than 4,096 nodes nothing is exchanged.
     """
+    if counts.shape[1] > _MOST_NODES:
+        return counts
     walk = _Walk(counts, load, promised, ranks)
     # Every exchange makes the busier of two nodes less busy; none needs more of them than it has replicas.
     for _ in range(int(counts.sum())):
