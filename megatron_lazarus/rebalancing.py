@@ -54,7 +54,8 @@ class Look:
     """One decision. Seconds are of the whole interval until the next one, but ``step_s`` is of a step.
 
     ``balance``: tokens of the busiest rank over the mean, all layers together, with the plan as it is and with the new
-    one. ``observed_s``: what the change before this one has saved over its interval; None if there was none.
+    one; 1 where not even that would pay, and none was made. ``observed_s``: what the change before this one has saved
+    over its interval; None if there was none.
     ``early``: before its time, because loads had changed.
     """
 
