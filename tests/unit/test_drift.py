@@ -57,6 +57,15 @@ def test_what_steps_usually_stray_by_is_no_drift_and_a_jump_beyond_is(kind: str)
     assert [step(200.0), step(200.0)][1]
 
 
+def test_a_jump_is_seen_where_steps_always_have_more_than_foreseen():
+    source = np.random.default_rng(2)
+    watch = DriftWatch(min_gain=0.05)
+    watch.foreseen = 1.0
+    told = [watch.drifts(shares(130.0 + source.normal(0, 3.0)), 0.01, 1.0) for _ in range(1000)]
+    assert sum(told[_STARTING:]) <= 5
+    assert [watch.drifts(shares(155.0), 0.01, 1.0) for _ in range(2)] == [False, True]
+
+
 def test_after_a_placement_it_counts_anew_and_must_be_told_what_to_compare_with():
     watch = DriftWatch(min_gain=0.0)
     watch.foreseen = 1.0
