@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from megatron_lazarus.checkpoint.files import CheckpointError
+from megatron_lazarus.checkpoint.image import FileImage
 from megatron_lazarus.checkpoint.manifest import ExpertEntry, Manifest, PartEntry
 from megatron_lazarus.checkpoint.selection import Selection
 
@@ -19,7 +18,7 @@ class PlannedFile:
     """A safetensors file that this rank writes: of the dense part, or (with layer and expert) a part of a record."""
 
     name: str
-    tensors: Mapping[str, Tensor]
+    image: FileImage
     layer: int | None = None
     expert: int | None = None
     tokens: float = 0.0
@@ -74,7 +73,7 @@ class Save:
     """The share of this rank in an attempt, and what became of it.
 
     ``tokens``: what each (layer, expert) that the attempt writes holds. ``wait_for_copy`` returns when the planned
-    files' tensors hold the snapshot; ``release`` lets their memory go. ``rest``: the pickled rest of the dense part
+    files' images hold the snapshot; ``release`` lets their memory go. ``rest``: the pickled rest of the dense part
     (name, content), on the rank that writes it. ``decided`` and ``published`` are, on ranks other than 0, about this
     rank's part alone; ``finished``: the thread has let go of it.
     """

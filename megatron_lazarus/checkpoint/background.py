@@ -30,7 +30,7 @@ from megatron_lazarus.checkpoint.manifest import NAME as MANIFEST
 from megatron_lazarus.checkpoint.manifest import ExpertEntry, FileEntry, Manifest, PartEntry
 from megatron_lazarus.checkpoint.owner import BEAT_S, Owner
 from megatron_lazarus.checkpoint.retention import INCOMPLETE, discard, prune
-from megatron_lazarus.checkpoint.writer import write_bytes, write_part, write_tensors
+from megatron_lazarus.checkpoint.writer import write_bytes, write_image, write_part
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class BackgroundWriter:
         parts: list[tuple[int, int, PartEntry]] = []
         for file in save.files:
             if file.layer is None or file.expert is None:
-                dense.append(write_tensors(attempt.directory, file.name, file.tensors, between))
+                dense.append(write_image(attempt.directory, file.name, file.image, between))
             else:
                 parts.append((file.layer, file.expert, self._write_record(save, file, between)))
         if save.rest is not None:
@@ -230,7 +230,7 @@ class BackgroundWriter:
             attempt.save_dir,
             attempt.tag,
             file.name,
-            file.tensors,
+            file.image,
             step=attempt.step,
             tokens=file.tokens,
             between=between,

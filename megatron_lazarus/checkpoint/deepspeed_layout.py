@@ -9,20 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from torch import Tensor
+
 from megatron_lazarus.checkpoint.dense import SKELETON, pieces, shard_file, take_apart
 from megatron_lazarus.checkpoint.files import CheckpointError, fsync_path, write_atomically
+from megatron_lazarus.checkpoint.image import FileImage
 from megatron_lazarus.checkpoint.manifest import ExpertEntry, FileEntry, Manifest, chosen_tag
 from megatron_lazarus.checkpoint.optimizer_state import USUAL_RULES, Rule
 from megatron_lazarus.checkpoint.restore import read_dense, read_record
 from megatron_lazarus.checkpoint.safety import dump, refuse_unsafe
 from megatron_lazarus.checkpoint.stock_export import StockExport
 from megatron_lazarus.checkpoint.stock_import import StockCheckpoint
-from megatron_lazarus.checkpoint.writer import record_file, write_part, write_tensors
+from megatron_lazarus.checkpoint.writer import record_file, write_image, write_part
 
 Progress = Callable[[int, int], None]
 """(experts done, experts in all)."""
 
 _PIECE = 64 << 20
+_FILE = 256 << 20
 
 
 def import_checkpoint(
@@ -47,10 +51,9 @@ def import_checkpoint(
         os.mkdir(os.path.join(directory, "experts"))
         experts, total = [], sum(stock.num_experts)
         for layer, expert, record in stock.records():
-            tensors = {name: tensor.contiguous() for name, tensor in record.items()}
-            name = record_file(layer, expert)
+            name, image = record_file(layer, expert), FileImage.of(record)
             # What an expert has seen is not known; the ledger of the run that goes on begins here.
-            part = write_part(save_dir, written, name, tensors, step=stock.global_steps, tokens=0.0)
+            part = write_part(save_dir, written, name, image, step=stock.global_steps, tokens=0.0)
             experts.append(ExpertEntry(layer, expert, [replace(part, tag=tag)]))
             progress(len(experts), total)
         files = _write_dense(directory, dense)
@@ -91,12 +94,17 @@ def export_checkpoint(
 def _write_dense(directory: str, state: dict[str, object]) -> list[FileEntry]:
     skeleton, tensors = take_apart(state)
     os.mkdir(os.path.join(directory, os.path.dirname(shard_file(0))))
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    shard = write_tensors(directory, shard_file(0), pieces(contiguous, _PIECE))
+    # Several files: the image of each takes as much memory again.
+    batches: list[dict[str, Tensor]] = [{}]
+    for name, piece in pieces(tensors, _PIECE).items():
+        if sum(one.nbytes for one in batches[-1].values()) + piece.nbytes > _FILE:
+            batches.append({})
+        batches[-1][name] = piece
+    files = [write_image(directory, shard_file(index), FileImage.of(batch)) for index, batch in enumerate(batches)]
     fsync_path(os.path.join(directory, os.path.dirname(shard_file(0))))
     data = dump(skeleton)
     write_atomically(os.path.join(directory, SKELETON), data)
-    return [shard, FileEntry(SKELETON, len(data), hashlib.sha256(data).hexdigest())]
+    return [*files, FileEntry(SKELETON, len(data), hashlib.sha256(data).hexdigest())]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lazarus.checkpoint.files import CheckpointError
-from megatron_lazarus.checkpoint.writer import TYPES
+from megatron_lazarus.checkpoint.image import TYPES
 
 MARK = "lazarus tensor"
 SKELETON = "mp_rank_00_model_states.pt"

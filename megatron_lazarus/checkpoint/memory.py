@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_lazarus.checkpoint.image import FileImage, Layout, page_aligned
+
 COPY_LIMIT_S = 300.0
 """How long an update waits for a copy in memory before something must be wrong."""
-
-_ALIGNMENT = 64
 
 
 class HostBuffer:
@@ -21,20 +21,18 @@ class HostBuffer:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def like(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Room for copies of ``tensors``, by name. It holds until the next call."""
-        offsets, end = {}, 0
-        for name, tensor in tensors.items():
-            offsets[name] = end
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if end > self._bytes.numel():
-            pinned = any(tensor.is_cuda for tensor in tensors.values())
-            # Not filled: who copies first makes the pages, and training does not wait for that.
-            self._bytes = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
-        return {
-            name: self._bytes[offsets[name] : offsets[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for name, tensor in tensors.items()
-        }
+    def images(self, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, FileImage]:
+        """Room for files with copies of such tensors, by file and name. It holds until the next call."""
+        layouts = {name: Layout.of(tensors) for name, tensors in files.items()}
+        size = sum(layout.pages for layout in layouts.values())
+        if size > self._bytes.numel():
+            pinned = any(tensor.is_cuda for tensors in files.values() for tensor in tensors.values())
+            self._bytes = page_aligned(size, pinned)
+        images, end = {}, 0
+        for name, layout in layouts.items():
+            start, end = end, end + layout.pages
+            images[name] = FileImage.within(self._bytes[start:end], layout, files[name])
+        return images
 
 
 class BufferPool:
@@ -56,20 +54,20 @@ class BufferPool:
 
 
 class Snapshot:
-    """A copy in progress of ``sources`` to ``targets``, which have the same names and shapes.
+    """A copy in progress: ``pairs`` of a source and a target of its shape.
 
     ``ordered()`` must be called before the sources change. On CUDA the copy runs on a stream of its own and the
     device waits, not the host; elsewhere a thread copies.
     """
 
-    def __init__(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-        self._pairs = [(sources[name], targets[name]) for name in sources]
-        self.bytes = sum(source.nbytes for source, _ in self._pairs)
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._pairs = list(pairs)
+        self.bytes = sum(source.nbytes for source, _ in pairs)
         self.stalled_s = 0.0
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._event: torch.cuda.Event | None = None
-        if any(source.is_cuda for source, _ in self._pairs):
+        if any(source.is_cuda for source, _ in pairs):
             self._start_on_device()
         else:
             threading.Thread(target=self._copy, name="lazarus-snapshot", daemon=True).start()

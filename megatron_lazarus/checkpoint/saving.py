@@ -306,8 +306,7 @@ class Saver:
     ) -> Save:
         buffer, self._buffer = self._buffer, None
         assert buffer is not None, "a save begins with memory of its own"
-        flat = {f"{name}\n{key}": tensor for name, tensors in sources.items() for key, tensor in tensors.items()}
-        targets = buffer.like(flat)
+        images = buffer.images(sources)
         held = self._history.ledger.held
         tokens = {
             (layer, expert): float(held[layer][expert])
@@ -315,16 +314,19 @@ class Saver:
             for expert in experts
         }
         files = []
-        for name, tensors in sources.items():
+        for name, image in images.items():
             layer, expert = places.get(name, (None, None))
             holds = 0.0 if layer is None or expert is None else float(held[layer][expert])
-            files.append(PlannedFile(name, {key: targets[f"{name}\n{key}"] for key in tensors}, layer, expert, holds))
+            files.append(PlannedFile(name, image, layer, expert, holds))
         rest = publication = None
         if self._experts.rank == 0:
             stem, dot, ending = SKELETON.rpartition(".")
             rest = f"{stem}{attempt.suffix}{dot}{ending}", dump(skeleton)
             publication = self._publication(attempt, tokens, save_latest)
-        snapshot = Snapshot(flat, targets)
+        copies = [
+            (tensor, images[file].tensors[key]) for file, tensors in sources.items() for key, tensor in tensors.items()
+        ]
+        snapshot = Snapshot(copies)
         self.snapshots.append(snapshot)
         given_back: list[HostBuffer] = [buffer]
 

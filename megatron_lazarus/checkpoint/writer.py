@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
-import json
+import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from megatron_lazarus.checkpoint.image import FileImage
 from megatron_lazarus.checkpoint.manifest import FileEntry, PartEntry
 
 CONTENTS = ("all", "moments")
@@ -20,20 +20,8 @@ PARAMETER = "parameter"
 BUFFER = "buffer"
 STEP = "step"
 _CHUNK = 8 << 20
-
-TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The types that a file can hold, with their safetensors names."""
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 
 def record_file(layer: int, expert: int, *, master: bool = False, suffix: str = "") -> str:
@@ -58,71 +46,78 @@ def parts_of(content: str, selected: bool, fields: Sequence[str]) -> list[tuple[
     return [(True, [weights]), *rest]
 
 
-def write_tensors(
-    directory: str, name: str, tensors: Mapping[str, Tensor], between: Callable[[], None] = lambda: None
-) -> FileEntry:
-    """Write a new file of contiguous CPU tensors and flush it; returns its size and checksum.
+def write_image(directory: str, name: str, image: FileImage, between: Callable[[], None] = lambda: None) -> FileEntry:
+    """Write a new file and flush it; returns its size and checksum.
 
     ``between`` is called every few MiB, and may raise to give up: then, as after any error, no file is left. Raises
     OSError, FileExistsError included: nothing is ever written over.
     """
-    header: dict[str, object] = {}
-    end = 0
-    for key, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[key] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return _write_new(
-        directory, name, [len(text).to_bytes(8, "little") + text, *map(_bytes_of, tensors.values())], between
-    )
+    digest = hashlib.sha256()
+    array: Any = image.memory.numpy()
+    pages = memoryview(array)
+    with _new_file(os.path.join(directory, name)) as file:
+        _bypass_cache(file)
+        for start in range(0, len(pages), _CHUNK):
+            between()
+            digest.update(pages[start : min(start + _CHUNK, image.size)])
+            _write(file, pages[start : start + _CHUNK])
+        file.truncate(image.size)
+    return FileEntry(name, image.size, digest.hexdigest())
 
 
 def write_bytes(directory: str, name: str, data: bytes) -> FileEntry:
-    """Like ``write_tensors``, for a file of another kind."""
-    return _write_new(directory, name, [data], lambda: None)
+    """Like ``write_image``, for a small file of another kind."""
+    with _new_file(os.path.join(directory, name)) as file:
+        _write(file, memoryview(data))
+    return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
 
 
-def _write_new(
-    directory: str, name: str, blocks: Sequence[bytes | memoryview], between: Callable[[], None]
-) -> FileEntry:
-    digest, size = hashlib.sha256(), 0
-    path = os.path.join(directory, name)
+@contextlib.contextmanager
+def _new_file(path: str) -> Iterator[io.FileIO]:
+    """A file that is flushed at the end, or removed after an error."""
     with open(path, "xb", buffering=0) as file:
         try:
-            for block in blocks:
-                view = memoryview(block)
-                for start in range(0, len(view), _CHUNK):
-                    between()
-                    chunk = view[start : start + _CHUNK]
-                    digest.update(chunk)
-                    while len(chunk):
-                        chunk = chunk[file.write(chunk) :]
-                size += len(view)
+            yield file
             os.fsync(file.fileno())
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             raise
-    return FileEntry(name, size, digest.hexdigest())
+
+
+def _bypass_cache(file: io.FileIO, wanted: bool = True) -> None:
+    """Let the device fetch the data from where they are, if the file system can.
+
+    The page cache takes a copy of all of it, for which it first has to find memory: that costs training more of the
+    processor than everything else about a save, and what training reads is displaced.
+    """
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | _DIRECT if wanted else flags & ~_DIRECT)
+
+
+def _write(file: io.FileIO, data: memoryview) -> None:
+    while len(data):
+        try:
+            data = data[file.write(data) :]
+        except OSError as error:
+            # Some file systems say only now that they cannot, and after a short write the rest is not aligned.
+            if error.errno not in _NOT_DIRECT or not fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT:
+                raise
+            _bypass_cache(file, wanted=False)
 
 
 def write_part(
     save_dir: str,
     tag: str,
     name: str,
-    tensors: Mapping[str, Tensor],
+    image: FileImage,
     *,
     step: int,
     tokens: float,
     between: Callable[[], None] = lambda: None,
 ) -> PartEntry:
-    """Write one part of an expert's record; its folder exists. ``tensors``: ``<field>/<tensor>`` and ``step``."""
-    entry = write_tensors(os.path.join(save_dir, tag), name, tensors, between)
-    fields = list(dict.fromkeys(key.partition("/")[0] for key in tensors))
+    """Write one part of an expert's record; its folder exists. Tensors: ``<field>/<tensor>`` and ``step``."""
+    entry = write_image(os.path.join(save_dir, tag), name, image, between)
+    fields = list(dict.fromkeys(key.partition("/")[0] for key in image.tensors))
     return PartEntry(tag, entry.name, entry.bytes, entry.sha256, step, tokens, fields)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    data: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(data)

@@ -28,10 +28,11 @@ import numpy as np
 import torch
 
 from megatron_lazarus.checkpoint.dense import pieces, shard_file
+from megatron_lazarus.checkpoint.image import FileImage
 from megatron_lazarus.checkpoint.manifest import ExpertEntry, FileEntry, Manifest, PartEntry
 from megatron_lazarus.checkpoint.selection import Rotation
 from megatron_lazarus.checkpoint.sharing import Unit, piece_limit, share
-from megatron_lazarus.checkpoint.writer import CONTENTS, parts_of, record_file, write_part, write_tensors
+from megatron_lazarus.checkpoint.writer import CONTENTS, parts_of, record_file, write_image, write_part
 from megatron_lazarus.config import ExpertsConfig
 from megatron_lazarus.placing import plan_for
 
@@ -178,7 +179,8 @@ def save(directory: str, model: Model, content: str, source: np.random.Generator
         }
         if "step" in fields:
             tensors["step"] = torch.ones(1)
-        part = write_part(directory, tag, record_file(layer, expert, master=master), tensors, step=1000, tokens=0.0)
+        image = FileImage.of(tensors)
+        part = write_part(directory, tag, record_file(layer, expert, master=master), image, step=1000, tokens=0.0)
         forget(os.path.join(folder, part.name))
         entries.setdefault((layer, expert), []).append(part)
         by_rank[rank] += part.bytes
@@ -186,7 +188,7 @@ def save(directory: str, model: Model, content: str, source: np.random.Generator
     for rank in range(world):
         mine = [what for writer, what in zip(writers, work, strict=True) if writer == rank and isinstance(what, str)]
         shard = {name: random_tensor(source, list(cut[name].shape), cut[name].dtype) for name in mine}
-        files.append(write_tensors(folder, shard_file(rank), shard))
+        files.append(write_image(folder, shard_file(rank), FileImage.of(shard)))
         forget(os.path.join(folder, files[-1].name))
         by_rank[rank] += files[-1].bytes
     experts = [ExpertEntry(layer, expert, parts) for (layer, expert), parts in entries.items()]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megatron_lazarus.checkpoint.dense import SKELETON, pieces, shard_file, take_apart
 from megatron_lazarus.checkpoint.files import write_atomically
+from megatron_lazarus.checkpoint.image import FileImage
 from megatron_lazarus.checkpoint.manifest import ExpertEntry, FileEntry, Manifest, PartEntry
 from megatron_lazarus.checkpoint.safety import dump
-from megatron_lazarus.checkpoint.writer import parts_of, record_file, write_part, write_tensors
+from megatron_lazarus.checkpoint.writer import parts_of, record_file, write_image, write_part
 
 EXPERT = {"up.weight": (6, 3), "up.bias": (6,), "down.weight": (3, 6)}
 FIELDS = ("parameter", "master", "exp_avg", "exp_avg_sq", "step")
@@ -91,10 +92,12 @@ class Saves:
                 for master, fields in parts_of(self.content, expert in selected, FIELDS):
                     chosen = {key: value for key, value in tensors.items() if key.partition("/")[0] in fields}
                     name = record_file(layer, expert, master=master)
-                    part = write_part(str(self.directory), tag, name, chosen, step=step, tokens=float(step))
+                    part = write_part(
+                        str(self.directory), tag, name, FileImage.of(chosen), step=step, tokens=float(step)
+                    )
                     self.parts.setdefault((layer, expert), {})[master] = part
         skeleton, tensors = take_apart(dense_state(self.layers, self.experts, step))
-        shard = write_tensors(str(folder), shard_file(0), pieces(tensors, 1 << 20))
+        shard = write_image(str(folder), shard_file(0), FileImage.of(pieces(tensors, 1 << 20)))
         data = dump(skeleton)
         write_atomically(str(folder / SKELETON), data)
         experts = [ExpertEntry(*key, list(parts.values())) for key, parts in sorted(self.parts.items())]
