@@ -3,12 +3,12 @@
     python scripts/benchmarks/checkpoint.py [--ranks 2] [--rounds 6] [--json out.json]
 
 One model, data and world for all, float32, gloo, one thread a rank. The engines take turns; in each turn one trains
---interval steps without a save and as many with a save at the beginning. A save blocks training while the call lasts
-and while an update waits for it; of all ranks the longest counts. It is durable when all of it is flushed to storage
-(Lazarus does that itself; for the others the benchmark does it after them, outside of what counts as blocking). The
-slow-down is that of a run which saves every --interval steps; "processor" is by how much its processor time grows,
-which depends less on what else the machine does. Each engine is compared with its own quiet steps. Saves
-of the Lazarus engine with K = 1 write one expert of each layer. Exits with 1 if a wanted number is missed.
+--interval steps with a save at the beginning, and half as many without one before and after them. A save blocks
+training while the call lasts and while an update waits for it; of all ranks the longest counts. It is durable when all
+of it is flushed to storage (Lazarus does that itself; for the others the benchmark does it after them, outside of what
+counts as blocking). The slow-down is that of a run which saves every --interval steps; "processor" is by how much its
+processor time grows, which depends less on what else the machine does. Each engine is compared with its own quiet
+steps. Saves of the Lazarus engine with K = 1 write one expert of each layer. Exits with 1 if a wanted number is missed.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def summarise(name: str, results: list[dict[str, Any]]) -> Row:
         durable=statistics.median(max(times) for times in zip(*(r["durable"] for r in results), strict=True)),
         bytes=round(statistics.median(first["bytes"])),
         inflation=statistics.median(busy) / step - 1 if busy else None,
-        # Of neighbouring segments: what else runs on the machine changes from minute to minute.
+        # Of neighbouring steps: what else runs on the machine changes from minute to minute.
         slow_down=statistics.median(s / q for s, q in zip(first["saving"], first["quiet"], strict=True)) - 1,
         processor=busy_cpu / quiet_cpu - 1,
     )

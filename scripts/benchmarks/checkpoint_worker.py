@@ -1,6 +1,7 @@
 """A rank of checkpoint.py: trains one model and saves it with one engine, and writes down how long what took.
 
-Segments of steps with a save at their beginning alternate with quiet ones. The result is one JSON file per rank.
+Segments of steps with a save at their beginning are each between two quiet halves of one. The result is one JSON file
+per rank.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from recovery_worker import VOCABULARY, Model
 from torch import Tensor
 
 DURABLE_LIMIT_S = 120.0
+_POLL_S = 0.01
 
 
 class Training:
@@ -95,7 +97,7 @@ class Lazarus(Training):
             while not latest.exists() or latest.read_text() != tag:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{tag} is not complete after {DURABLE_LIMIT_S:g} s")
-                time.sleep(0.002)
+                time.sleep(_POLL_S)
 
         return durable
 
@@ -133,7 +135,7 @@ class Stock(Training):
             if self.engine.checkpoint_engine.is_decoupled():
                 latest = self.directory / "latest"
                 while not latest.exists() or latest.read_text() != tag:
-                    time.sleep(0.002)
+                    time.sleep(_POLL_S)
             flush(self.directory / tag)
 
         return durable
@@ -226,7 +228,7 @@ class Watch:
 
 
 class Measurement:
-    """Rounds of a quiet segment and one with a save; ``result`` gathers their seconds and bytes."""
+    """Rounds of quiet steps and as many with a save; ``result`` gathers their seconds and bytes."""
 
     def __init__(self, training: Training, interval: int) -> None:
         self.training, self.interval = training, interval
@@ -242,13 +244,20 @@ class Measurement:
         self.result["while_writing"].clear()
 
     def round(self, number: int) -> None:
-        started = time.process_time()
-        quiet = [self.step() for _ in range(self.interval)]
-        self.result["quiet_cpu"].append(time.process_time() - started)
-        self.result["quiet"].append(sum(quiet))
+        """A segment with a save between two quiet halves of one: whether the machine gets faster or slower cancels."""
+        steps, processor = self.quiet(self.interval // 2)
+        saving = self.save(number)
+        more_steps, more_processor = self.quiet(self.interval - self.interval // 2)
+        quiet = steps + more_steps
         self.result["quiet_steps"] += quiet
-        for name, value in self.save(number).items():
+        for name, value in {**saving, "quiet": sum(quiet), "quiet_cpu": processor + more_processor}.items():
             self.result[name].append(value)
+
+    def quiet(self, steps: int) -> tuple[list[float], float]:
+        """Seconds of each step, and of the processor in all."""
+        started = time.process_time()
+        seconds = [self.step() for _ in range(steps)]
+        return seconds, time.process_time() - started
 
     def step(self) -> float:
         started = time.perf_counter()
