@@ -159,7 +159,8 @@ class Agent:
             place = {"node": self.node, "incarnation": self._incarnation, "local_size": self.local_size}
             contact = {"port": self.succession.port, "generation": self._member_of}
             channel.send({"role": "agent", **place, **contact, "pid": os.getpid()})
-            answer = await asyncio.wait_for(channel.receive(), limit_s)
+            async with asyncio.timeout(limit_s):
+                answer = await channel.receive()
             if answer is None and self._channel is not None:
                 # The token was right so far: this is a coordinator that ends.
                 raise ConnectionResetError("it closed the connection before it answered")

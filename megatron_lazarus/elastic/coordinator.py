@@ -175,7 +175,8 @@ class Coordinator:
         self._tasks.add(task)
         address = (writer.get_extra_info("peername") or ("?",))[0]
         try:
-            channel, hello = await asyncio.wait_for(self._welcome(reader, writer), HANDSHAKE_TIMEOUT_S)
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                channel, hello = await self._welcome(reader, writer)
             roles: dict[str, Callable[[Channel, Message], Awaitable[None]]]
             roles = {"worker": self._serve_worker, "agent": self._serve_agent, "client": self._serve_client}
             role = str(hello.get("role"))
@@ -186,7 +187,8 @@ class Coordinator:
             except Refused as reason:
                 self.job.event("refused", address=address, role=role, node=hello.get("node"), why=str(reason))
                 channel.send({"refused": str(reason)})
-                await asyncio.wait_for(channel.flush(), HANDSHAKE_TIMEOUT_S)
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    await channel.flush()
         except (ProtocolError, KeyError, TypeError, ValueError, asyncio.TimeoutError) as error:
             why = str(error) or f"no proof of the job token within {HANDSHAKE_TIMEOUT_S:g} s"
             self.job.event("refused", address=address, why=f"{type(error).__name__}: {why}")

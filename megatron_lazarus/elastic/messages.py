@@ -92,7 +92,9 @@ class Channel:
     @classmethod
     async def connect(cls, host: str, port: int, token: str, limit_s: float) -> Channel:
         """Connect within ``limit_s`` seconds; raises OSError or TimeoutError."""
-        return await asyncio.wait_for(cls._connect(host, port, token), limit_s)
+        # asyncio.wait_for would forget a cancellation that comes together with the result (until Python 3.12).
+        async with asyncio.timeout(limit_s):
+            return await cls._connect(host, port, token)
 
     @classmethod
     async def _connect(cls, host: str, port: int, token: str) -> Channel:

@@ -100,11 +100,13 @@ class Succession:
         assert task is not None
         self._tasks.add(task)
         try:
-            channel = await asyncio.wait_for(Channel.accept(reader, writer, self._token), HANDSHAKE_TIMEOUT_S)
-            request = await asyncio.wait_for(channel.receive(), HANDSHAKE_TIMEOUT_S)
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                channel = await Channel.accept(reader, writer, self._token)
+                request = await channel.receive()
             if request is not None:
                 channel.send(self._answer(request))
-                await asyncio.wait_for(channel.flush(), HANDSHAKE_TIMEOUT_S)
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    await channel.flush()
         except (ProtocolError, KeyError, TypeError, ValueError, asyncio.TimeoutError) as error:
             logger.warning("node %s: refused a request: %s: %s", self.node, type(error).__name__, error)
         except OSError as error:
@@ -254,7 +256,8 @@ class Succession:
             return None
         try:
             channel.send(request)
-            return await asyncio.wait_for(channel.receive(), ASK_LIMIT_S)
+            async with asyncio.timeout(ASK_LIMIT_S):
+                return await channel.receive()
         except (OSError, asyncio.TimeoutError) as error:
             logger.info("node %s gets no answer from node %s: %s", self.node, voter.node, error)
             return None

@@ -113,3 +113,27 @@ def test_addresses() -> None:
     for wrong in ("host", ":1", "host:", "host:65536", "host:x"):
         with pytest.raises(ValueError, match="HOST:PORT"):
             split_address(wrong)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_cancellation_is_not_lost_with_the_result(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """Whatever turn of the loop it comes in: an agent that went on after it would keep its process from ending."""
+
+    async def run() -> None:
+        gate = asyncio.Event()
+
+        async def refused(*_: object) -> Channel:
+            await gate.wait()
+            raise ConnectionRefusedError
+
+        monkeypatch.setattr(Channel, "_connect", refused)
+        task = asyncio.ensure_future(Channel.connect("127.0.0.1", 1, "token", 60.0))
+        await asyncio.sleep(0.01)
+        gate.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        in_time = task.cancel()
+        with pytest.raises(asyncio.CancelledError if in_time else ConnectionRefusedError):
+            await task
+
+    asyncio.run(run())
