@@ -18,6 +18,7 @@ from megatron_lazarus.checkpoint.manifest import ExpertEntry, FileEntry, Manifes
 from megatron_lazarus.checkpoint.optimizer_state import USUAL_RULES, Rule
 from megatron_lazarus.checkpoint.restore import read_dense, read_record
 from megatron_lazarus.checkpoint.safety import dump, refuse_unsafe
+from megatron_lazarus.checkpoint.sharing import Unit, share
 from megatron_lazarus.checkpoint.stock_export import StockExport
 from megatron_lazarus.checkpoint.stock_import import StockCheckpoint
 from megatron_lazarus.checkpoint.writer import record_file, write_image, write_part
@@ -95,12 +96,13 @@ def _write_dense(directory: str, state: dict[str, object]) -> list[FileEntry]:
     skeleton, tensors = take_apart(state)
     os.mkdir(os.path.join(directory, os.path.dirname(shard_file(0))))
     # Several files: the image of each takes as much memory again.
-    batches: list[dict[str, Tensor]] = [{}]
-    for name, piece in pieces(tensors, _PIECE).items():
-        if sum(one.nbytes for one in batches[-1].values()) + piece.nbytes > _FILE:
-            batches.append({})
-        batches[-1][name] = piece
-    files = [write_image(directory, shard_file(index), FileImage.of(batch)) for index, batch in enumerate(batches)]
+    flat = pieces(tensors, _PIECE)
+    count = max(1, -(-sum(piece.nbytes for piece in flat.values()) // _FILE))
+    shards: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    units = [Unit(piece.nbytes, range(count)) for piece in flat.values()]
+    for name, index in zip(flat, share(units, count), strict=True):
+        shards[index][name] = flat[name]
+    files = [write_image(directory, shard_file(index), FileImage.of(shard)) for index, shard in enumerate(shards)]
     fsync_path(os.path.join(directory, os.path.dirname(shard_file(0))))
     data = dump(skeleton)
     write_atomically(os.path.join(directory, SKELETON), data)

@@ -88,7 +88,8 @@ def test_a_thread_talks_to_an_asyncio_server() -> None:
         port = server.sockets[0].getsockname()[1]
         thread = threading.Thread(target=client, args=(port,))
         thread.start()
-        await asyncio.wait_for(done.wait(), 10)
+        async with asyncio.timeout(10):
+            await done.wait()
         thread.join(10)
         server.close()
         return got

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from megatron_lazarus.checkpoint.image import PAGE, FileImage, page_aligned
 from megatron_lazarus.checkpoint.manifest import Manifest
 from megatron_lazarus.checkpoint.memory import HostBuffer
 from megatron_lazarus.checkpoint.restore import read_dense
-from megatron_lazarus.checkpoint.writer import write_image
+from megatron_lazarus.checkpoint.writer import write_bytes, write_image
 
 TENSORS = {
     "flags": torch.tensor([True, False, True]),
@@ -48,46 +46,79 @@ def check(folder: Path, image: FileImage, tensors: dict[str, Tensor]) -> None:
         assert torch.equal(read[name], tensor)
 
 
+class Flags:
+    """``fcntl`` of a file system that takes data past the page cache, whatever the one of this machine can."""
+
+    F_GETFL, F_SETFL = fcntl.F_GETFL, fcntl.F_SETFL
+
+    @staticmethod
+    def fcntl(file: Stubborn, command: int, flags: int = 0) -> int:
+        if command == Flags.F_SETFL:
+            file.flags = flags
+        return file.flags
+
+
+class Stubborn(io.FileIO):
+    """Takes one page directly, then fails with ``direct``; through the page cache with ``cached``, unless that is 0."""
+
+    direct, cached = errno.EINVAL, 0
+    flags = 0
+    failures: ClassVar[list[int]] = []
+
+    def write(self, data: Any) -> int:
+        is_direct = bool(self.flags & os.O_DIRECT)
+        if is_direct and not self.tell():
+            return super().write(memoryview(data)[:PAGE])
+        if error := self.direct if is_direct else self.cached:
+            self.failures.append(self.tell())
+            raise OSError(error, os.strerror(error))
+        return super().write(data)
+
+
 @pytest.fixture
-def refusing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Files whose first write is cut short, and which then refuse direct writes as a file system may: EINVAL."""
-    refused: list[int] = []
+def stubborn(monkeypatch: pytest.MonkeyPatch) -> type[Stubborn]:
+    class File(Stubborn):
+        failures: ClassVar[list[int]] = []
 
-    class Refusing(io.FileIO):
-        def write(self, data: Any) -> int:
-            if fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT:
-                if self.tell():
-                    refused.append(self.tell())
-                    raise OSError(errno.EINVAL, "Invalid argument")
-                return super().write(memoryview(data)[:PAGE])
-            return super().write(data)
+    def open_file(path: str, mode: str, buffering: int) -> Stubborn:
+        assert (mode, buffering) == ("xb", 0)
+        return File(path, "x")
 
-    @contextlib.contextmanager
-    def new_file(path: str) -> Iterator[io.FileIO]:
-        with Refusing(path, "x") as file:
-            yield file
-
-    monkeypatch.setattr(writer, "_new_file", new_file)
-    return refused
+    monkeypatch.setattr(writer, "fcntl", Flags)
+    monkeypatch.setattr(writer, "open", open_file, raising=False)
+    return File
 
 
 def test_any_tensors(tmp_path: Path) -> None:
     check(tmp_path, FileImage.of(TENSORS), TENSORS)
 
 
-def test_a_file_system_that_cannot_take_it_directly(tmp_path: Path, refusing: list[int]) -> None:
+def test_a_file_system_that_cannot_take_it_directly(tmp_path: Path, stubborn: type[Stubborn]) -> None:
     check(tmp_path, FileImage.of(TENSORS), TENSORS)
-    assert refusing == [PAGE], "the page cache is used after the first refusal, for the rest"
+    assert stubborn.failures == [PAGE], "the page cache is used after the first refusal, for the rest"
 
 
-def test_other_errors_are_not_taken_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: io.FileIO, data: memoryview) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(writer, "_write", full)
-    with pytest.raises(OSError, match="No space left"):
+@pytest.mark.parametrize(
+    ("direct", "cached", "failures"), [(errno.ENOSPC, 0, 1), (errno.EIO, 0, 1), (errno.EINVAL, errno.EINVAL, 2)]
+)
+def test_other_errors_are_not_taken_for_that(
+    tmp_path: Path, stubborn: type[Stubborn], direct: int, cached: int, failures: int
+) -> None:
+    stubborn.direct, stubborn.cached = direct, cached
+    with pytest.raises(OSError, match=os.strerror(direct)):
         write_image(str(tmp_path), "file", FileImage.of(TENSORS))
+    assert len(stubborn.failures) == failures
     assert os.listdir(tmp_path) == []
+
+
+def test_all_of_it_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine that stops keeps of a file without it is anybody's guess."""
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
+    image = FileImage.of(TENSORS)
+    write_image(str(tmp_path), "file", image)
+    write_bytes(str(tmp_path), "other", b"12345")
+    assert flushed == [image.size, 5]
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
@@ -107,9 +138,9 @@ def test_giving_up_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_buffer_serves_one_save_after_another(tmp_path: Path) -> None:
-    """Also a smaller one, whose files are laid out where the larger one's data still are."""
+    """Also a larger one, and a smaller one, whose files are laid out where the larger one's data still are."""
     buffer = HostBuffer()
-    for turn, names in enumerate((list(TENSORS), ["half", "steps"], ["weight"])):
+    for turn, names in enumerate((["half"], list(TENSORS), ["half", "steps"], ["weight"])):
         files = {f"{name}-{index}": {name: TENSORS[name]} for index, name in enumerate(names)}
         for name, image in buffer.images(files).items():
             for key, tensor in files[name].items():
@@ -148,8 +179,8 @@ def test_an_imported_dense_part_in_several_files(tmp_path: Path, monkeypatch: py
     (tmp_path / "tag").mkdir()
     files = deepspeed_layout._write_dense(str(tmp_path / "tag"), state)
     shards = [entry for entry in files if entry.name.endswith(".safetensors")]
-    assert len(shards) > 2
-    assert all(entry.bytes < (3 << 19) + 4096 for entry in shards)
+    assert len(shards) == 4
+    assert all(entry.bytes < (3 << 19) + (1 << 20) for entry in shards)
     read = read_dense(str(tmp_path), Manifest("tag", 0, 3, {}, files))
     assert read["step"] == 3
     assert read["module"].keys() == state["module"].keys()
