@@ -116,6 +116,8 @@ class ExpertCheckpoint:
         self._taken: list[Any] = []
         self.is_saving = False
         ds_engine.checkpoint_engine = PartialExpertCheckpointEngine(self)
+        # All ranks have agreed on the tag before DeepSpeed is asked, which would take two collectives more for that.
+        ds_engine._checkpoint_tag_validation = lambda tag: None
         # At the end of the process, or when nobody uses this any more.
         self._close = weakref.finalize(self, self.writer.close, EXIT_LIMIT_S)
 
@@ -159,8 +161,6 @@ class ExpertCheckpoint:
         self._taken, self.is_saving = [], True
         # DeepSpeed worked this out for the engine it made itself.
         self._engine.save_non_zero_checkpoint = True
-        # All ranks have agreed on the tag.
-        self._engine._config.checkpoint_tag_validation_enabled = False
         try:
             with self._experts.context.dense_only():
                 self._engine.save_checkpoint(
