@@ -93,6 +93,8 @@ class Snapshot:
         except BaseException as error:
             self._error = error
         finally:
+            # Here, not where training waits: to let memory go may take milliseconds.
+            self._pairs = []
             self._done.set()
 
     def ordered(self) -> None:
